@@ -1,0 +1,1 @@
+"""Every formula once, over the array API: statistics, policies, softmax, fitting, input checks."""

@@ -1,0 +1,161 @@
+"""What a policy is, the plain numbers it lowers to, and its JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+
+from ..arrays import Array, library_of
+from ..files import write_text
+from ..stats import RowStats
+
+SCHEMA = "sharpmax.policy/1"
+
+
+class Policy(Protocol):
+    """Anything that maps :class:`~sharpmax.RowStats` to beta, one inverse temperature per row."""
+
+    def __call__(self, stats: RowStats, /) -> Array: ...
+
+
+def needs_spread(policy: Policy) -> bool:
+    """Whether ``policy`` reads ``stats.spread`` (assumed of any callable that does not say)."""
+    return getattr(policy, "needs_spread", True)
+
+
+class Lowered(NamedTuple):
+    """A policy as plain numbers, which is all that a kernel needs to evaluate it.
+
+    With ``v`` the variable (the row's entropy, or the logarithm of its count)::
+
+        beta = max(polynomial(clip(v, lo, hi)), floor)    where v > threshold,    else 1
+
+    ``coefficients`` run from the highest power to the constant, as in ``numpy.polyval``.
+    """
+
+    variable: Literal["entropy", "log_count"]
+    coefficients: tuple[float, ...]
+    lo: float = -math.inf
+    hi: float = math.inf
+    threshold: float = -math.inf
+    floor: float = 0.0
+
+    def __call__(self, stats: RowStats) -> Array:
+        """Beta of every row."""
+        xp = library_of(stats.sum).xp
+        v = stats.entropy if self.variable == "entropy" else log_count(xp, stats)
+        u = v
+        if self.lo > -math.inf:
+            u = xp.maximum(u, xp.full_like(u, self.lo))
+        if self.hi < math.inf:
+            u = xp.minimum(u, xp.full_like(u, self.hi))
+        value = xp.full_like(u, self.coefficients[0])
+        for coefficient in self.coefficients[1:]:
+            value = value * u + coefficient
+        value = xp.maximum(value, xp.full_like(value, self.floor))
+        return value if self.threshold == -math.inf else xp.where(v > self.threshold, value, 1.0)
+
+
+def log_count(xp: Any, stats: RowStats) -> Array:
+    """``log n`` of every row, 0 where the row is empty."""
+    return xp.log(xp.maximum(xp.astype(stats.count, stats.sum.dtype), xp.ones_like(stats.sum)))
+
+
+class Serialisable:
+    """A frozen dataclass that is saved as JSON under its class name."""
+
+    kinds: ClassVar[dict[str, type[Serialisable]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Serialisable.kinds[cls.__name__] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object from which :func:`policy_from_dict` makes the same policy."""
+        return {"schema": SCHEMA, **_plain(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the policy as JSON; the file is replaced whole or not at all."""
+        write_text(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a policy of this class."""
+        policy = load_policy(path)
+        if not isinstance(policy, cls):
+            raise ValueError(f"{path} holds a {type(policy).__name__}, not a {cls.__name__}")
+        return policy
+
+
+def load_policy(path: str | Path) -> Any:
+    """Read any policy that was saved as JSON. Nothing in the file is executed."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a policy file: {error}") from None
+    return policy_from_dict(content)
+
+
+def policy_from_dict(content: Any) -> Any:
+    """The policy that :meth:`Serialisable.to_dict` described."""
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"expected a policy with schema {SCHEMA!r}, got {schema!r}")
+    return _built({key: value for key, value in content.items() if key != "schema"})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Serialisable):
+        fields = (f.name for f in dataclasses.fields(value) if f.init)  # pyright: ignore[reportArgumentType]
+        return {"kind": type(value).__name__, **{name: _plain(getattr(value, name)) for name in fields}}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a {type(value).__name__} cannot be saved as JSON; save its parameters with the model instead")
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_built(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("kind")
+    if kind not in Serialisable.kinds:
+        raise ValueError(f"unknown policy kind {kind!r}; known are {', '.join(sorted(Serialisable.kinds))}")
+    cls = Serialisable.kinds[kind]
+    known = {f.name for f in dataclasses.fields(cls) if f.init}  # pyright: ignore[reportArgumentType]
+    given = {key: _built(item) for key, item in value.items() if key != "kind"}
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"{kind} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}")
+    try:
+        return cls(**given)
+    except TypeError as error:
+        raise ValueError(f"the fields of {kind} are not complete or of the wrong type: {error}") from None
+
+
+def check_number(value: Any, what: str, *, least: float = -math.inf) -> float:
+    """``value`` as a float; refused unless it is a finite number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise ValueError(f"expected {what} to be a finite number{bound}, got {value!r}")
+    return float(value)
+
+
+def check_numbers(values: Any, what: str) -> tuple[float, ...]:
+    """``values`` as a tuple of finite floats, at least one."""
+    try:
+        values = tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected {what} to be a sequence of numbers, got {values!r}") from None
+    if not values or not all(math.isfinite(value) for value in values):
+        raise ValueError(f"expected {what} to be one or more finite numbers, got {values!r}")
+    return values
+
+
+def set_field(instance: Any, name: str, value: Any) -> None:
+    """Set a field of a frozen dataclass from its ``__post_init__``."""
+    object.__setattr__(instance, name, value)

@@ -1,0 +1,93 @@
+"""softmax with an inverse temperature, and the paper's adaptive temperature on top of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .arrays import Array, accumulation_dtype, device_of, logit_rows, row_values, stop_gradient
+from .policies import PAPER, Policy, needs_spread
+from .rowwise import RowFunction, apply
+from .stats import masked_logits, row_shift, row_stats
+
+
+def softmax(
+    x: Array, axis: int | tuple[int, ...] | None = -1, where: Array | None = None, *, beta: Array | float = 1.0
+) -> Array:
+    """``softmax(beta * x)`` along ``axis``, in the type of ``x``.
+
+    Args:
+      x: logits; float16, bfloat16, float32 or float64, computed in at least float32.
+      axis: the axis (or axes; ``None`` for all) that sums to 1.
+      where: a boolean array that broadcasts against ``x``; weights where it is false are 0, as they are for logits of
+        ``-inf`` or of at most half of the type's lowest finite number. A fully masked row is all zeros, and so is its
+        gradient.
+      beta: inverse temperature, ``1 / theta``, not negative: a number, or an array that broadcasts against the rows
+        (``x``'s shape without ``axis``). ``inf`` is hard attention: uniform over tied maxima, gradient 0.
+    """
+    lib, rows, matrix, mask = logit_rows(x, axis, where)
+    if isinstance(beta, int | float) and not beta >= 0:
+        raise ValueError(f"expected beta to be a number of at least 0, got {beta}")
+    betas = row_values(lib, rows, beta, accumulation_dtype(lib, x), device_of(x), "beta")
+    if matrix.shape[1] == 0:
+        return x
+    weights, _ = apply(WEIGHTS, lib, matrix, mask, betas)
+    return rows.restore(lib.xp, weights)
+
+
+def adaptive_temperature_softmax(
+    x: Array,
+    axis: int | tuple[int, ...] | None = -1,
+    where: Array | None = None,
+    *,
+    policy: Policy = PAPER,
+) -> Array:
+    """Softmax whose inverse temperature is chosen row by row: ``softmax(policy(row_stats(x)) * x)``.
+
+    A drop-in replacement for ``jax.nn.softmax``. With the default policy, value and gradient are those of the paper's
+    Figure 4; gradient flows through beta unless the policy is :func:`~sharpmax.detached`. ``x``, ``axis`` and ``where``
+    are those of :func:`softmax`; ``policy`` is any callable that takes :class:`~sharpmax.RowStats` and returns beta.
+    """
+    if not callable(policy):
+        raise TypeError(f"expected policy to be callable with RowStats, got {type(policy).__name__}")
+    return softmax(x, axis, where, beta=policy(row_stats(x, axis, where, with_min=needs_spread(policy))))
+
+
+def _weights(xp: Any, x: Array, where: Array | None, beta: Array) -> tuple[Array, Array]:
+    """softmax(beta * x) of every row of ``x``, and the shift of the row, which the backward reads."""
+    logits, threshold = masked_logits(xp, x, where)
+    shift = row_shift(xp, logits, threshold)
+    exponent, dropped, factor = _exponents(xp, logits, threshold, shift, beta)
+    scaled = xp.exp(xp.where(dropped, -math.inf, factor * exponent))
+    total = xp.sum(scaled, axis=-1, keepdims=True)
+    weights = scaled / xp.where(total == 0, 1.0, total)
+    return xp.astype(weights, x.dtype, copy=False), shift
+
+
+def _weights_backward(
+    xp: Any, x: Array, where: Array | None, beta: Array, weights: Array, shift: Array, cotangent: Array, _: Array
+) -> tuple[Array, Array]:
+    """With dz = w (g - <g, w>): the gradient of x is beta dz, that of beta <dz, t>, t = s - max."""
+    logits, threshold = masked_logits(xp, x, where)
+    exponent, _, factor = _exponents(xp, logits, threshold, stop_gradient(shift), beta)
+    weights = xp.astype(weights, exponent.dtype, copy=False)
+    cotangent = xp.astype(cotangent, exponent.dtype, copy=False)
+    inner = weights * (cotangent - xp.sum(weights * cotangent, axis=-1, keepdims=True))
+    d_beta = xp.where(xp.isinf(beta), 0.0, xp.sum(inner * exponent, axis=-1))
+    return xp.astype(factor * inner, x.dtype, copy=False), d_beta
+
+
+def _exponents(
+    xp: Any, logits: Array, threshold: float, shift: Array, beta: Array
+) -> tuple[Array, Array, Array]:
+    """``s - max`` of every logit that counts (0 elsewhere), which do not count, and beta ``[rows, 1]`` (0 for hard rows).
+
+    Hard rows count their maxima alone, with exponent 0 and so no gradient; the others count what is not masked.
+    """
+    beta = xp.expand_dims(beta, axis=-1)
+    hard = xp.isinf(beta)
+    dropped = logits < xp.where(hard, shift, threshold)
+    return xp.where(dropped, 0.0, logits - shift), dropped, xp.where(hard, 0.0, beta)
+
+
+WEIGHTS = RowFunction(_weights, _weights_backward)
