@@ -25,6 +25,7 @@ LOWEST = {
 }
 """The lowest finite number of every floating-point type that is served."""
 
+
 class Library(NamedTuple):
     """An array library: its short name and its array-API namespace."""
 
@@ -181,7 +182,7 @@ def rows_of(x: Array, axis: int | tuple[int, ...] | None) -> Rows:
 
 
 class LogitRows(NamedTuple):
-    """Checked logits laid out as rows: the library, the layout, ``[rows, n]`` logits and a boolean ``[rows, n]`` mask."""
+    """Checked logits laid out as rows: the library, the layout, logits ``[rows, n]`` and a mask of that shape."""
 
     lib: Library
     rows: Rows

@@ -29,8 +29,8 @@ class OptimalTemperatures:
       betas: the optimal inverse temperature of each kept row.
       total: how many rows there were.
       already_largest: rows dropped because the wanted item has the largest logit (the optimum is temperature 0).
-      no_optimum: rows whose wanted logit is at or below the mean of all, so that probability only falls with beta and no
-        finite temperature is optimal. The exact search drops them; the grid keeps them at its largest temperature.
+      no_optimum: rows whose wanted logit is at or below the mean of all, so that its probability only falls with beta
+        and no finite temperature is optimal. The exact search drops them; the grid keeps them at its end.
       at_grid_edge: rows for which the grid's largest temperature was the best one (0 for the exact search).
     """
 
@@ -126,13 +126,15 @@ def fit_policy(
     floor: float = 1.0,
     beyond: Beyond = "hold_end",
 ) -> EntropyPolynomial:
-    """The least-squares polynomial of beta against entropy (Equation 17), which remembers the entropies it was fitted on.
+    """The least-squares polynomial of beta against entropy (Equation 17); it remembers the range it was fitted on.
 
-    Beyond them it holds its value unless ``beyond`` says otherwise; ``"extrapolate"`` is what the paper does.
+    Beyond it, it holds its value unless ``beyond`` says otherwise; ``"extrapolate"`` is what the paper does.
     """
     h, beta = _samples(entropies, optimal_betas)
     if degree < 0 or len(np.unique(h)) <= degree:
-        raise ValueError(f"a polynomial of degree {degree} needs more than {degree} distinct entropies, got {len(np.unique(h))}")
+        raise ValueError(
+            f"a polynomial of degree {degree} needs more than {degree} distinct entropies, got {len(np.unique(h))}"
+        )
     domain = (float(h.min()), float(h.max()))
     fitted = np.polynomial.Polynomial.fit(h, beta, degree).convert().coef
     coefficients = np.zeros(degree + 1)
@@ -163,7 +165,9 @@ def fit_monotone(
     curve: dict[float, list[float]] = {}
     for entropy, value in zip(at, increasing, strict=True):
         curve.setdefault(entropy, []).append(value)
-    return EntropyCurve(tuple(curve), tuple(float(np.mean(v)) for v in curve.values()), threshold=threshold, floor=floor)
+    return EntropyCurve(
+        tuple(curve), tuple(float(np.mean(v)) for v in curve.values()), threshold=threshold, floor=floor
+    )
 
 
 def _isotonic(values: list[float], weights: list[float]) -> list[float]:

@@ -1,8 +1,8 @@
 """Functions of rows, run as fast as each library allows.
 
 A :class:`RowFunction` treats every row of a matrix ``[rows, n]`` by itself and is written once, over the array API. How
-it runs is decided here: JAX compiles it, as it compiles ``jax.nn.softmax``; NumPy and eager torch run it on blocks of rows
-that stay in cache, so that its temporaries never take more than a block; torch's autograd gets its analytic backward.
+it runs is decided here: JAX compiles it, as it compiles ``jax.nn.softmax``; NumPy and eager torch run it on blocks of
+rows that stay in cache, so that its temporaries never take more than a block; torch's autograd gets its backward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RowFunction:
 
 
 def apply(function: RowFunction, lib: Library, *inputs: Array | None) -> tuple[Array, ...]:
-    """``function`` of ``inputs``: logits ``[rows, n]``, a mask or ``None``, and whatever else is aligned with the rows."""
+    """``function`` of ``inputs``: logits ``[rows, n]``, a mask or ``None``, and what else is aligned with the rows."""
     if lib.name == "jax":
         return _jax_compiled(function.forward)(*inputs)
     if lib.name == "torch" and _records(inputs):
@@ -53,7 +53,7 @@ def run(kernel: Kernel, lib: Library, inputs: Matrices) -> tuple[Array, ...]:
     """``kernel``, block by block where it can be."""
     x = inputs[0]
     assert x is not None
-    rows, n = x.shape
+    n = x.shape[1]
     if lib.name == "numpy":
         with np.errstate(over="ignore", invalid="ignore"):
             return _in_blocks(kernel, lib.xp, max(1, CPU_BLOCK // max(1, n)), inputs)

@@ -54,11 +54,17 @@ def adaptive_temperature_softmax(
 
 
 def _weights(xp: Any, x: Array, where: Array | None, beta: Array) -> tuple[Array, Array]:
-    """softmax(beta * x) of every row of ``x``, and the shift of the row, which the backward reads."""
+    """softmax(beta * x) of every row of ``x``, and the shift of the row, which the backward reads.
+
+    Hard rows count their maxima alone, with factor 0 and so no gradient; the others count what is not masked.
+    """
     logits, threshold = masked_logits(xp, x, where)
     shift = row_shift(xp, logits, threshold)
-    exponent, dropped, factor = _exponents(xp, logits, threshold, shift, beta)
-    scaled = xp.exp(xp.where(dropped, -math.inf, factor * exponent))
+    beta = xp.expand_dims(beta, axis=-1)
+    hard = xp.isinf(beta)
+    dropped = logits < xp.where(hard, shift, threshold)
+    exponent = xp.where(hard, 0.0, beta) * xp.where(dropped, 0.0, logits - shift)
+    scaled = xp.exp(xp.where(dropped, -math.inf, exponent))
     total = xp.sum(scaled, axis=-1, keepdims=True)
     weights = scaled / xp.where(total == 0, 1.0, total)
     return xp.astype(weights, x.dtype, copy=False), shift
@@ -68,26 +74,17 @@ def _weights_backward(
     xp: Any, x: Array, where: Array | None, beta: Array, weights: Array, shift: Array, cotangent: Array, _: Array
 ) -> tuple[Array, Array]:
     """With dz = w (g - <g, w>): the gradient of x is beta dz, that of beta <dz, t>, t = s - max."""
-    logits, threshold = masked_logits(xp, x, where)
-    exponent, _, factor = _exponents(xp, logits, threshold, stop_gradient(shift), beta)
+    logits, _ = masked_logits(xp, x, where)
+    shift = stop_gradient(shift)
+    # Where a logit is masked, dz = 0: any finite number will do for t.
+    exponent = xp.maximum(logits - shift, xp.full_like(shift, -1e30))
     weights = xp.astype(weights, exponent.dtype, copy=False)
     cotangent = xp.astype(cotangent, exponent.dtype, copy=False)
     inner = weights * (cotangent - xp.sum(weights * cotangent, axis=-1, keepdims=True))
-    d_beta = xp.where(xp.isinf(beta), 0.0, xp.sum(inner * exponent, axis=-1))
-    return xp.astype(factor * inner, x.dtype, copy=False), d_beta
-
-
-def _exponents(
-    xp: Any, logits: Array, threshold: float, shift: Array, beta: Array
-) -> tuple[Array, Array, Array]:
-    """``s - max`` of every logit that counts (0 elsewhere), which do not count, and beta ``[rows, 1]`` (0 for hard rows).
-
-    Hard rows count their maxima alone, with exponent 0 and so no gradient; the others count what is not masked.
-    """
-    beta = xp.expand_dims(beta, axis=-1)
     hard = xp.isinf(beta)
-    dropped = logits < xp.where(hard, shift, threshold)
-    return xp.where(dropped, 0.0, logits - shift), dropped, xp.where(hard, 0.0, beta)
+    d_beta = xp.where(hard, 0.0, xp.sum(inner * exponent, axis=-1))
+    factor = xp.expand_dims(xp.where(hard, 0.0, beta), axis=-1)
+    return xp.astype(factor * inner, x.dtype, copy=False), d_beta
 
 
 WEIGHTS = RowFunction(_weights, _weights_backward)

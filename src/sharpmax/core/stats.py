@@ -44,7 +44,7 @@ class RowStats(NamedTuple):
     sum: Array
     moment: Array
     min: Array | None
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    count: Array
 
     @property
     def lse(self) -> Array:
@@ -68,7 +68,9 @@ class RowStats(NamedTuple):
     def spread(self) -> Array:
         """``max - min``, the delta of Lemma 2.1."""
         if self.min is None:
-            raise ValueError("these RowStats were made without the minimum, so they have no spread; ask for with_min=True")
+            raise ValueError(
+                "these RowStats were made without the minimum, so they have no spread; ask for with_min=True"
+            )
         xp = library_of(self.sum).xp
         return xp.where(self.sum == 0, 0.0, self.max) - xp.where(self.sum == 0, 0.0, self.min)
 
@@ -120,7 +122,7 @@ ZERO_EXPONENT = -1e4
 
 
 def masked_logits(xp: Any, x: Array, where: Array | None) -> tuple[Array, float]:
-    """The logits ``x`` ``[rows, n]`` in the type statistics are held in, and the threshold under which one is masked."""
+    """The logits ``x`` in the type that statistics are held in, and the threshold under which one is masked."""
     threshold = MASK_THRESHOLD[dtype_name(x)]
     logits = xp.astype(x, accumulation_dtype(library_of(x), x), copy=False)
     if where is not None:

@@ -27,8 +27,8 @@ def coefficient_bounds(n: Any, spread: Any, theta: Any = 1.0) -> CoefficientBoun
 
     .. math:: \frac1n e^{-d} \le \alpha_k \le \frac1n e^{d}
 
-    ``attained_lower`` and ``attained_upper`` are the extremes that some logits reach, one item at one end of the spread and
-    all others at the other end: :math:`1 / (1 + (n-1) e^{d})` and :math:`e^{d} / (e^{d} + n - 1)`. Arguments broadcast.
+    ``attained_lower`` and ``attained_upper`` are the extremes that some logits reach, one item at one end of the spread
+    and all others at the other: :math:`1 / (1 + (n-1) e^{d})` and :math:`e^{d} / (e^{d} + n - 1)`. Arguments broadcast.
     """
     n, d = np.asarray(n, np.float64), _scaled(spread, theta)
     if not np.all(n >= 1):
@@ -49,9 +49,9 @@ class DispersionLength(NamedTuple):
 def dispersion_length(spread: float, epsilon: float, theta: float = 1.0) -> DispersionLength:
     r"""The smallest ``n`` such that every coefficient of ``n`` or more logits within ``spread`` is below ``epsilon``.
 
-    ``paper`` is that of Theorem 2.2, the first integer above :math:`e^{\delta/\theta} / \epsilon`. ``attained`` follows from
-    the extreme that is reached, the first integer above :math:`1 + e^{\delta/\theta} (1/\epsilon - 1)`: one item fewer, and
-    some logits still have a coefficient of at least epsilon. Both are exact integers, however large.
+    ``paper`` is that of Theorem 2.2, the first integer above :math:`e^{\delta/\theta} / \epsilon`. ``attained`` follows
+    from the extreme that is reached, the first integer above :math:`1 + e^{\delta/\theta} (1/\epsilon - 1)`: one item
+    fewer, and some logits still have a coefficient of at least epsilon. Both are exact integers, however large.
     """
     d = float(_scaled(spread, theta))
     if not 0 < epsilon <= 1:

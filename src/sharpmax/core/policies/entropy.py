@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
@@ -26,9 +27,9 @@ class EntropyPolynomial(Serialisable):
       threshold: rows whose entropy does not exceed it are left alone: they are sharp already.
       floor: beta is never below it where the polynomial applies; 1 means that entropy never rises.
       domain: the entropies ``(lowest, highest)`` that the polynomial was fitted on, if known.
-      beyond: what to do outside of the domain: ``"extrapolate"`` the polynomial, as the paper does; ``"hold_end"``, the
-        value at the end of the domain; ``"hold_peak"``, the largest value in the domain from where it is reached (without
-        a domain: over all entropies above the threshold); or ``"raise"``.
+      beyond: what to do outside of the domain: ``"extrapolate"`` the polynomial, as the paper does; ``"hold_end"``, keep
+        the value at the end of the domain; ``"hold_peak"``, keep the largest value in the domain from where it is
+        reached (without a domain: over all entropies above the threshold); or ``"raise"``.
     """
 
     coefficients: tuple[float, ...]
@@ -68,7 +69,10 @@ class EntropyPolynomial(Serialisable):
             candidates.append(hi)
         elif np.trim_zeros(np.asarray(self.coefficients[:-1]), "f")[:1] > 0:
             raise ValueError("beyond='hold_peak' needs a domain for a polynomial that grows without bound")
-        return (lo if self.domain is not None else -math.inf, max(candidates, key=lambda h: np.polyval(self.coefficients, h)))
+        return (
+            lo if self.domain is not None else -math.inf,
+            max(candidates, key=lambda h: np.polyval(self.coefficients, h)),
+        )
 
     def lower(self) -> Lowered:
         """The numbers that a kernel takes."""
@@ -118,14 +122,14 @@ class EntropyCurve(Serialisable):
         set_field(self, "floor", check_number(self.floor, "floor", least=0))
         if len(self.entropies) != len(self.betas):
             raise ValueError(f"expected as many betas as entropies, got {len(self.betas)} and {len(self.entropies)}")
-        if any(b <= a for a, b in zip(self.entropies, self.entropies[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(self.entropies)):
             raise ValueError(f"expected entropies to increase, got {self.entropies!r}")
 
     def __call__(self, stats: RowStats) -> Array:
         xp, entropy = library_of(stats.sum).xp, stats.entropy
         value = xp.full_like(entropy, self.betas[0])
-        knots = list(zip(self.entropies, self.betas, strict=True))
-        for (left, low), (right, high) in zip(knots, knots[1:], strict=False):
+        knots = zip(self.entropies, self.betas, strict=True)
+        for (left, low), (right, high) in pairwise(knots):
             value = value + (high - low) / (right - left) * (xp.clip(entropy, left, right) - left)
         return xp.where(entropy > self.threshold, xp.maximum(value, xp.full_like(value, self.floor)), 1.0)
 

@@ -46,9 +46,9 @@ class LogLength(Serialisable):
 
     Without a reference length, ``beta = scale * log n + bias`` (not below 0): ``LogLength()`` is the log-n scaling of
     Chiang & Cholak (2022), and a fitted ``scale`` and ``bias`` are SSMax (Nakanishi, 2025). With a reference length
-    ``n0``, beta is 1 up to it and ``(1 + scale * log(n / n0)) ** power`` beyond; ``steps`` counts whole multiples instead,
-    ``1 + scale * log(floor(n / n0) + 1)``. The constructors :meth:`relative`, :meth:`yarn` and :meth:`llama4` name the usual
-    choices.
+    ``n0``, beta is 1 up to it and ``(1 + scale * log(n / n0)) ** power`` beyond; ``steps`` counts whole multiples
+    instead, ``1 + scale * log(floor(n / n0) + 1)``. The constructors :meth:`relative`, :meth:`yarn` and :meth:`llama4`
+    name the usual choices.
     """
 
     scale: float = 1.0
@@ -81,7 +81,7 @@ class LogLength(Serialisable):
 
     @classmethod
     def yarn(cls, reference: float, scale: float = 0.1) -> Self:
-        """``(1 + 0.1 log(n / n0))**2``: YaRN scales queries and keys each by ``1 + 0.1 log(n / n0)`` (Peng et al., 2023)."""
+        """``(1 + 0.1 log(n / n0))**2``: YaRN (Peng et al., 2023) scales queries and keys each by the square root."""
         return cls(scale=scale, reference=reference, power=2)
 
     @classmethod

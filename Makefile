@@ -1,0 +1,52 @@
+# make test       lint, types, import rules and tests
+# make reproduce  every table and figure of the paper that the package has
+# Both create .venv and install the pinned requirements the first time.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+OUT ?= results
+
+# The type checker comes with its pinned wheel and node from another one: nothing is downloaded when it runs.
+export PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT := 1
+export PYRIGHT_PYTHON_GLOBAL_NODE := 0
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: test lint types imports unit reproduce benchmark format clean
+
+test: lint types imports unit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(INSTALLED)
+	$(BIN)/pyright
+
+imports: $(INSTALLED)
+	$(BIN)/lint-imports
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+reproduce: $(INSTALLED)
+	$(BIN)/sharpmax reproduce all --out $(OUT)
+
+benchmark: $(INSTALLED)
+	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/softmax.py
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV)
+
+$(INSTALLED): requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "sharpmax needs Python 3.11 or later; name one with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
