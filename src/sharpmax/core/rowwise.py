@@ -28,12 +28,13 @@ class RowFunction:
     ``forward(xp, *inputs)`` returns a tuple of arrays. ``backward(xp, *inputs, *outputs, *cotangents)`` returns the
     gradient of every input that has one (the first, and those after the mask), and must be differentiable itself.
     ``forward`` alone is differentiable too, with the same result; ``backward`` needs fewer operations and less memory.
+    ``differentiable`` says which of the outputs carry a gradient.
     """
 
     every: ClassVar[list[RowFunction]] = []
 
-    def __init__(self, forward: Kernel, backward: Kernel) -> None:
-        self.forward, self.backward = forward, backward
+    def __init__(self, forward: Kernel, backward: Kernel, differentiable: tuple[int, ...]) -> None:
+        self.forward, self.backward, self.differentiable = forward, backward, differentiable
         self.torch_function: Any = None
         self.every.append(self)
 
@@ -68,15 +69,20 @@ def _in_blocks(kernel: Kernel, xp: Any, step: int, inputs: Matrices) -> tuple[Ar
     assert x is not None
     rows = x.shape[0]
     if rows <= step:
-        return kernel(xp, *inputs)
+        return kernel(xp, *(m if m is None else _contiguous(m) for m in inputs))
     outputs: tuple[Array, ...] = ()
     for start in range(0, rows, step):
-        parts = kernel(xp, *(m if m is None else m[start : start + step] for m in inputs))
+        parts = kernel(xp, *(m if m is None else _contiguous(m[start : start + step]) for m in inputs))
         if not outputs:
             outputs = tuple(_empty(part, (rows, *part.shape[1:])) for part in parts)
         for output, part in zip(outputs, parts, strict=True):
             output[start : start + step] = part
     return outputs
+
+
+def _contiguous(block: Array) -> Array:
+    """``block`` with its rows in one piece: NumPy sums such rows pairwise, others one by one with far more rounding."""
+    return np.ascontiguousarray(block) if isinstance(block, np.ndarray) else block.contiguous()
 
 
 def _empty(like: Array, shape: tuple[int, ...]) -> Array:

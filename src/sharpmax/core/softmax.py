@@ -87,4 +87,4 @@ def _weights_backward(
     return xp.astype(factor * inner, x.dtype, copy=False), d_beta
 
 
-WEIGHTS = RowFunction(_weights, _weights_backward)
+WEIGHTS = RowFunction(_weights, _weights_backward, differentiable=(0,))

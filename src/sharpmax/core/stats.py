@@ -88,7 +88,8 @@ class RowStats(NamedTuple):
         highest = xp.maximum(self.max, other.max)
         total, moment = xp.zeros_like(self.sum), xp.zeros_like(self.moment)
         for part in (self, other):
-            shift = xp.where(part.sum == 0, 0.0, part.max - highest)
+            empty = part.sum == 0
+            shift = xp.where(empty, 0.0, part.max) - xp.where(empty, 0.0, highest)
             scale = xp.exp(shift)
             total = total + scale * part.sum
             moment = moment + scale * (part.moment + shift * part.sum)
@@ -171,5 +172,5 @@ def _stats_backward(xp: Any, x: Array, where: Array | None, *rest: Array) -> tup
     return (xp.astype(xp.exp(exponent) * gradient, x.dtype, copy=False),)
 
 
-STATS = RowFunction(_stats, _stats_backward)
-STATS_AND_MIN = RowFunction(_stats_and_min, _stats_backward)
+STATS = RowFunction(_stats, _stats_backward, differentiable=(1, 2))
+STATS_AND_MIN = RowFunction(_stats_and_min, _stats_backward, differentiable=(1, 2))

@@ -14,7 +14,7 @@ from .rowwise import Kernel, RowFunction, run
 torch = sys.modules["torch"]
 
 
-def _autograd_function(kernel: Kernel, backward_kernel: Kernel) -> Any:
+def _autograd_function(kernel: Kernel, backward_kernel: Kernel, differentiable: tuple[int, ...]) -> Any:
     class Rowwise(torch.autograd.Function):
         @staticmethod
         def forward(*inputs: Any) -> tuple[Any, ...]:
@@ -24,6 +24,7 @@ def _autograd_function(kernel: Kernel, backward_kernel: Kernel) -> Any:
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             ctx.save_for_backward(*inputs, *output)
             ctx.number_of_inputs = len(inputs)
+            ctx.mark_non_differentiable(*(o for i, o in enumerate(output) if i not in differentiable))
 
         @staticmethod
         def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
@@ -36,4 +37,4 @@ def _autograd_function(kernel: Kernel, backward_kernel: Kernel) -> Any:
 
 
 for _function in RowFunction.every:
-    _function.torch_function = _autograd_function(_function.forward, _function.backward)
+    _function.torch_function = _autograd_function(_function.forward, _function.backward, _function.differentiable)

@@ -27,9 +27,9 @@ class EntropyPolynomial(Serialisable):
       threshold: rows whose entropy does not exceed it are left alone: they are sharp already.
       floor: beta is never below it where the polynomial applies; 1 means that entropy never rises.
       domain: the entropies ``(lowest, highest)`` that the polynomial was fitted on, if known.
-      beyond: what to do outside of the domain: ``"extrapolate"`` the polynomial, as the paper does; ``"hold_end"``, keep
-        the value at the end of the domain; ``"hold_peak"``, keep the largest value in the domain from where it is
-        reached (without a domain: over all entropies above the threshold); or ``"raise"``.
+      beyond: what to do outside of the domain. ``"extrapolate"``: use the polynomial all the same, as the paper does.
+        ``"hold_end"``: keep the value at the end of the domain. ``"hold_peak"``: keep the largest value in the domain
+        from where it is reached (without a domain: over all entropies above the threshold). ``"raise"``: refuse.
     """
 
     coefficients: tuple[float, ...]
