@@ -33,9 +33,10 @@ def coefficient_bounds(n: Any, spread: Any, theta: Any = 1.0) -> CoefficientBoun
     n, d = np.asarray(n, np.float64), _scaled(spread, theta)
     if not np.all(n >= 1):
         raise ValueError(f"expected n to be at least 1, got {np.min(n):g}")
-    with np.errstate(over="ignore"):
-        growth = np.exp(d)
-        bounds = np.exp(-d) / n, growth / n, 1 / (1 + (n - 1) * growth), 1 / (1 + (n - 1) * np.exp(-d))
+    with np.errstate(over="ignore", invalid="ignore"):
+        growth, decay = np.exp(d), np.exp(-d)
+        attained_lower = np.where(n == 1, 1.0, 1 / (1 + (n - 1) * growth))
+        bounds = decay / n, growth / n, attained_lower, 1 / (1 + (n - 1) * decay)
     return CoefficientBounds(*(b[()] for b in np.broadcast_arrays(*bounds)))
 
 
@@ -51,13 +52,15 @@ def dispersion_length(spread: float, epsilon: float, theta: float = 1.0) -> Disp
 
     ``paper`` is that of Theorem 2.2, the first integer above :math:`e^{\delta/\theta} / \epsilon`. ``attained`` follows
     from the extreme that is reached, the first integer above :math:`1 + e^{\delta/\theta} (1/\epsilon - 1)`: one item
-    fewer, and some logits still have a coefficient of at least epsilon. Both are exact integers, however large.
+    fewer, and some logits still have a coefficient of at least epsilon. Both are exact integers, however large;
+    arguments count as the decimal numbers they are written as.
     """
     d = float(_scaled(spread, theta))
     if not 0 < epsilon <= 1:
         raise ValueError(f"expected epsilon to be above 0 and at most 1, got {epsilon}")
     with decimal.localcontext(prec=60 + int(d / 2), Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN):
-        growth, reciprocal = decimal.Decimal(d).exp(), 1 / decimal.Decimal(epsilon)
+        growth = (_decimal(spread) / _decimal(theta)).exp()
+        reciprocal = 1 / _decimal(epsilon)
         return DispersionLength(_above(growth * reciprocal), _above(1 + growth * (reciprocal - 1)))
 
 
@@ -69,6 +72,10 @@ def failure_length(spread: float, dtype: str = "float32", theta: float = 1.0) ->
     if dtype not in MACHINE_EPSILON:
         raise ValueError(f"expected dtype to be one of {', '.join(MACHINE_EPSILON)}, got {dtype!r}")
     return dispersion_length(spread, MACHINE_EPSILON[dtype], theta).paper
+
+
+def _decimal(value: float) -> decimal.Decimal:
+    return decimal.Decimal(repr(float(value)))
 
 
 def _above(value: decimal.Decimal) -> int:
