@@ -34,8 +34,8 @@ reproduce: $(INSTALLED)
 	$(BIN)/sharpmax reproduce all --out $(OUT)
 
 benchmark: $(INSTALLED)
-	$(BIN)/python benchmarks/import_time.py
-	$(BIN)/python benchmarks/softmax.py
+	$(BIN)/python -m benchmarks.import_time
+	$(BIN)/python -m benchmarks.softmax
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

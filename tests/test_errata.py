@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.figure4 import COEFFICIENTS, jax_figure4, torch_figure4
+from benchmarks.figure4 import COEFFICIENTS, jax_figure4, torch_figure4
 
 import sharpmax
 import torch

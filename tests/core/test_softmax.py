@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.arrays import LIBRARIES, gradient, make, numbers
-from tests.figure4 import jax_figure4, torch_figure4
+from benchmarks.figure4 import jax_figure4, torch_figure4
 
 import sharpmax
 import torch

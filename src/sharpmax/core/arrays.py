@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import array_api_compat
-import array_api_compat.numpy as numpy_namespace
 import numpy as np
 
 Array: TypeAlias = Any
@@ -33,7 +32,8 @@ class Library(NamedTuple):
     xp: Any
 
 
-NUMPY = Library("numpy", numpy_namespace)
+NUMPY = Library("numpy", np)
+"""NumPy has the functions of the array API itself since 2.1, and array-api-compat's copy of it is slow to import."""
 
 
 def library_of(x: Array) -> Library:

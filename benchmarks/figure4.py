@@ -1,4 +1,4 @@
-"""The paper's Figure 4, letter by letter, in JAX and in torch: what the package is compared with."""
+"""The paper's Figure 4, letter by letter, in NumPy, torch and JAX: the peer of benchmarks and of tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import scipy.special
 
 import torch
 
@@ -28,3 +30,11 @@ def torch_figure4(logits: torch.Tensor) -> torch.Tensor:
         polynomial = polynomial * entropy + coefficient
     beta = torch.where(entropy > 0.5, torch.clamp(polynomial, min=1.0), 1.0)
     return torch.softmax(logits * beta, dim=-1)
+
+
+def numpy_figure4(logits: np.ndarray) -> np.ndarray:
+    original_probs = scipy.special.softmax(logits, axis=-1)
+    entropy = np.sum(-original_probs * np.log(original_probs + logits.dtype.type(1e-9)), axis=-1, keepdims=True)
+    polynomial = np.polyval(np.array(COEFFICIENTS, logits.dtype), entropy)
+    beta = np.where(entropy > 0.5, np.maximum(polynomial, 1), 1).astype(logits.dtype)
+    return scipy.special.softmax(logits * beta, axis=-1)

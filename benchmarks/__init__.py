@@ -1,0 +1,1 @@
+"""Speed and memory, measured against named peers in the same run. Results are in benchmarks/results/."""
