@@ -91,6 +91,7 @@ def test_a_machine_epsilon_of_weight_is_lost_in_the_sum() -> None:
     [
         ("spread to be a finite number of at least 0", lambda: theory.dispersion_length(-1, 0.1)),
         ("theta to be a finite number above 0", lambda: theory.dispersion_length(1, 0.1, 0)),
+        ("spread / theta to be at most 9000, got 1e\\+06", lambda: theory.dispersion_length(1e4, 0.1, 0.01)),
         ("epsilon to be above 0 and at most 1", lambda: theory.dispersion_length(1, 2)),
         ("n to be at least 1", lambda: theory.coefficient_bounds(0, 1)),
         ("dtype to be one of float16", lambda: theory.failure_length(1, "int8")),

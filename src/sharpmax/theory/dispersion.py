@@ -11,6 +11,10 @@ MACHINE_EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23
 """The distance from 1 to the next larger number, by type."""
 
 
+LARGEST_EXPONENT = 9000
+"""The largest spread / theta whose lengths, of 3,900 digits, are still written out."""
+
+
 class CoefficientBounds(NamedTuple):
     """Bounds of every softmax coefficient of ``n`` logits within a spread; see :func:`coefficient_bounds`."""
 
@@ -56,6 +60,8 @@ def dispersion_length(spread: float, epsilon: float, theta: float = 1.0) -> Disp
     arguments count as the decimal numbers they are written as.
     """
     d = float(_scaled(spread, theta))
+    if d > LARGEST_EXPONENT:
+        raise ValueError(f"expected spread / theta to be at most {LARGEST_EXPONENT}, got {d:g}")
     if not 0 < epsilon <= 1:
         raise ValueError(f"expected epsilon to be above 0 and at most 1, got {epsilon}")
     with decimal.localcontext(prec=60 + int(d / 2), Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN):

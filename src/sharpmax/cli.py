@@ -1,0 +1,153 @@
+"""The commands of ``sharpmax``: they read arguments and print; what they compute stands in the layers below."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from rich.console import Console
+from rich.table import Table
+
+from . import __version__
+from .paper import EXHIBITS
+from .paper.bound import bound_report
+from .paper.published import GEMMA_SPREADS
+
+DEFAULT_SPREAD = GEMMA_SPREADS[0].average
+DEFAULT_OUT = Path("results")
+
+
+class Commands(typer.core.TyperGroup):
+    """Commands in the order they are written; an unknown one is answered with those that there are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that ``args`` names."""
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"expected one of {', '.join(self.list_commands(ctx))}, got {args[0]!r}")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Attention that stays sharp as inputs grow: dispersion bounds, and the paper's tables and figures.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+reproduce = typer.Typer(cls=Commands, help="Make tables and figures of the paper again, as PNG, PDF and JSON.")
+app.add_typer(reproduce, name="reproduce")
+
+Spread = Annotated[
+    float, typer.Option(help="Difference between the largest and the smallest logit, delta in Lemma 2.1; at least 0.")
+]
+Theta = Annotated[float, typer.Option(help="Temperature, above 0.")]
+Epsilon = Annotated[float, typer.Option(help="Every coefficient shall be below this; above 0 and at most 1.")]
+Out = Annotated[Path, typer.Option(help="Folder for the files; made if it is not there.", file_okay=False)]
+Seed = Annotated[int, typer.Option(help="Seed of the random logits.", min=0)]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"sharpmax {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _sharpmax(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    _help_if_alone(context)
+
+
+@reproduce.callback(invoke_without_command=True)
+def _reproduce(context: typer.Context) -> None:
+    _help_if_alone(context)
+
+
+def _help_if_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def bound(
+    spread: Spread = DEFAULT_SPREAD,
+    theta: Theta = 1.0,
+    epsilon: Epsilon = 0.01,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """From how many items on softmax must have dispersed (Theorem 2.2).
+
+    Given how far apart logits can be, softmax cannot keep any coefficient above epsilon once there are enough of
+    them. This prints that number, the one that some logits really reach, and both for the spreads that the paper
+    reports of Gemma.
+    """
+    report = bound_report(spread, theta, epsilon)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_bound(report)
+
+
+@reproduce.command(help=EXHIBITS["fig5"].description)
+def fig5(out: Out = DEFAULT_OUT) -> None:
+    """Figure 5."""
+    _make("fig5", out)
+
+
+@reproduce.command(help=EXHIBITS["dispersion"].description)
+def dispersion(out: Out = DEFAULT_OUT, spread: Spread = DEFAULT_SPREAD, theta: Theta = 1.0, seed: Seed = 0) -> None:
+    """The bounds of Lemma 2.1 and real rows."""
+    _make("dispersion", out, spread=spread, theta=theta, seed=seed)
+
+
+@reproduce.command("all")
+def every(out: Out = DEFAULT_OUT) -> None:
+    """Every exhibit, with its default options."""
+    for name in EXHIBITS:
+        _make(name, out)
+
+
+def _make(name: str, out: Path, **options: Any) -> None:
+    for path in EXHIBITS[name].run(out, **options):
+        print(path)
+
+
+def _print_bound(report: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    spread, theta, epsilon, n = (report[key] for key in ("spread", "theta", "epsilon", "n"))
+    console.print(
+        f"Of [bold]{_digits(n['paper'])}[/bold] or more logits within a spread of {spread:g}, "
+        f"softmax at temperature {theta:g} gives none a coefficient of {epsilon:g} or more (Theorem 2.2).\n"
+        f"The same holds from {_digits(n['attained'])} on, but not before: one logit at the top and all others at the "
+        "bottom reach that extreme.\n"
+        "It falls below the machine epsilon (Corollary B.1) from "
+        + ", ".join(f"{_digits(v)} in {dtype}" for dtype, v in report["machine_epsilon_n"].items())
+        + ".\n"
+    )
+    table = Table(title=f"Spreads that the paper reports for all heads, at temperature {theta:g}, epsilon {epsilon:g}")
+    table.add_column("Model")
+    table.add_column("Head")
+    for heading in ("Spread", "n, Theorem 2.2", "n, attained"):
+        table.add_column(heading, justify="right")
+    for example in report["examples"]:
+        for which in ("lowest", "average", "highest"):
+            entry = example[which]
+            deviation = f" ± {example['deviation']:g}" if which == "average" else ""
+            lengths = (_digits(entry["n"][kind]) for kind in ("paper", "attained"))
+            table.add_row(
+                example["model"], which, f"{entry['spread']:g}{deviation}", *lengths, end_section=which == "highest"
+            )
+    console.print(table)
+
+
+def _digits(n: int | None) -> str:
+    """``n`` to read: in full as long as that is short."""
+    if n is None:
+        return "over 10^300"
+    return f"{n:,}" if n < 10**15 else f"about {n // 10 ** (len(str(n)) - 3) / 100:g}e{len(str(n)) - 1}"

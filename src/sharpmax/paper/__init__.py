@@ -1,0 +1,55 @@
+"""The paper's tables and figures, one module each.
+
+An exhibit's module is imported when it runs, so listing the exhibits costs nothing. To add one: write a module with
+``run(out, **options) -> list[Path]``, add a line to :data:`EXHIBITS`, and give it a command in ``sharpmax.cli``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..extras import require
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used: the command line answers with this one sentence and exit code 2."""
+
+
+@contextmanager
+def user_input() -> Iterator[None]:
+    """Around checks of what the user gave: a ValueError inside becomes an :class:`InputError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A table or figure that can be made again: its name is that of the command, the module and the files."""
+
+    name: str
+    description: str
+
+    def run(self, out: Path, **options: Any) -> list[Path]:
+        """Make the exhibit and write its files into the folder ``out``; returns their paths.
+
+        Options that cannot be used raise :class:`InputError` before any work is done.
+        """
+        require("matplotlib", "experiments", "Drawing figures")
+        return importlib.import_module(f"{__name__}.{self.name}").run(out, **options)
+
+
+EXHIBITS = {
+    exhibit.name: exhibit
+    for exhibit in (
+        Exhibit("fig5", "Figure 5: entropy of a 10-item power series over its base and the temperature."),
+        Exhibit("dispersion", "Figure 1 with numbers: the largest coefficient against n between Lemma 2.1's bounds."),
+    )
+}
+"""Every exhibit by name, in the order in which ``sharpmax reproduce all`` makes them."""

@@ -1,0 +1,213 @@
+"""The command line: what it prints, how it answers mistakes, what it needs."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import typer.main
+
+import sharpmax
+from sharpmax import cli, theory
+from sharpmax.__main__ import main
+from sharpmax.paper import EXHIBITS
+from sharpmax.paper.published import GEMMA_SPREADS
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs a command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        out, err = capsys.readouterr()
+        return stopped.value.code, out, err
+
+    return run
+
+
+def process(*arguments, before=""):
+    """Runs a command line in a process of its own, after the Python statements ``before``."""
+    code = f"import sys; {before}\nfrom sharpmax.__main__ import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+BLOCK = """
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in {blocked!r}:
+            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def is_one_sentence(err):
+    return err.startswith("sharpmax: ") and err.count("\n") == 1 and "Traceback" not in err and "╭" not in err
+
+
+def test_bound_as_json(command):
+    code, out, err = command("bound", "--spread", "5.69", "--theta", "1", "--epsilon", "0.01", "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert report["n"]["paper"] == math.floor(math.exp(5.69) / 0.01) + 1
+    assert report["n"]["attained"] == math.floor(1 + math.exp(5.69) * 99) + 1
+    assert report["machine_epsilon_n"]["bfloat16"] == math.floor(math.exp(5.69) * 2**7) + 1
+    assert [e["model"] for e in report["examples"]] == ["Gemma 2B", "Gemma 7B"]
+    for example, published in zip(report["examples"], GEMMA_SPREADS, strict=True):
+        for which in ("lowest", "average", "highest"):
+            spread = getattr(published, which)
+            assert example[which] == {"spread": spread, "n": theory.dispersion_length(spread, 0.01)._asdict()}
+
+
+def test_bound_as_text(command):
+    code, out, err = command("bound", "--spread", "3", "--epsilon", "0.1")
+    lengths = theory.dispersion_length(3, 0.1)
+    assert (code, err) == (0, "")
+    assert f"{lengths.paper:,}" in out
+    assert f"{lengths.attained:,}" in out
+    assert "Gemma 2B" in out
+    assert "5.69 ± 2.05" in out
+    assert "the paper reports" in out
+
+
+def test_bound_with_numbers_beyond_reading(command):
+    code, out, _ = command("bound", "--spread", "3", "--theta", "0.005")
+    assert code == 0
+    assert "about " in out
+    assert "over 10^300" in out  # 14.78 / 0.005
+    code, out, _ = command("bound", "--spread", "3", "--theta", "0.005", "--json")
+    assert json.loads(out)["examples"][0]["highest"]["n"] == {"paper": None, "attained": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["bound", "--theta", "0"], "expected theta to be a finite number above 0, got 0.0"),
+        (["bound", "--theta", "nan"], "theta"),
+        (["bound", "--epsilon", "2"], "expected epsilon to be above 0 and at most 1, got 2.0"),
+        (["bound", "--epsilon", "0"], "epsilon"),
+        (["bound", "--spread", "-1"], "spread"),
+        (["bound", "--spread", "1e12"], "expected spread / theta to be at most 700"),
+        (["bound", "--spread", "wide"], "--spread"),
+        (["bound", "--spread"], "--spread"),
+        (["bound", "--width", "1"], "--width"),
+        (["bound", "extra"], "extra"),
+        (["bounds"], "expected one of bound, reproduce"),
+        (["--loud"], "--loud"),
+        (["reproduce", "fig99"], "got 'fig99'"),
+        (["reproduce", "fig99"], "fig5, dispersion, all"),
+        (["reproduce", "dispersion", "--theta", "-1"], "theta"),
+        (["reproduce", "dispersion", "--seed", "-1"], "--seed"),
+    ],
+)
+def test_bad_arguments_are_one_sentence_and_exit_code_2(command, arguments, says):
+    code, out, err = command(*arguments)
+    assert code == 2
+    assert out == ""
+    assert is_one_sentence(err), err
+    assert says in err
+
+
+def test_a_file_in_the_place_of_the_folder(command, tmp_path):
+    (tmp_path / "taken").write_text("")
+    code, _, err = command("reproduce", "fig5", "--out", str(tmp_path / "taken"))
+    assert code == 2
+    assert is_one_sentence(err)
+
+
+def test_a_folder_that_cannot_be_made(command, monkeypatch):
+    def refuse(self, out, **options):
+        raise PermissionError(13, "Permission denied", "results")
+
+    monkeypatch.setattr(type(EXHIBITS["fig5"]), "run", refuse)
+    assert command("reproduce", "fig5") == (1, "", "sharpmax: Permission denied: results\n")
+
+
+def test_ctrl_c(command, monkeypatch):
+    def interrupt(self, out, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(EXHIBITS["fig5"]), "run", interrupt)
+    assert command("reproduce", "fig5") == (130, "", "sharpmax: interrupted\n")
+
+
+def test_a_defect_is_not_taken_for_bad_arguments(monkeypatch):
+    def fail(self, out, **options):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(type(EXHIBITS["fig5"]), "run", fail)
+    with pytest.raises(ValueError, match="a defect"):
+        main(["reproduce", "fig5"])
+
+
+def test_exit_code_and_sentence_of_the_process():
+    done = process("bound", "--theta", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert is_one_sentence(done.stderr)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bound"], ["reproduce", "fig5"]])
+def test_a_core_install_names_the_extra(arguments):
+    done = process(*arguments, before=BLOCK.format(blocked={"typer", "rich", "matplotlib", "click"}))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert is_one_sentence(done.stderr)
+    assert "pip install 'sharpmax[experiments]'" in done.stderr
+
+
+def test_figures_without_matplotlib_name_the_extra(tmp_path):
+    done = process("reproduce", "fig5", "--out", str(tmp_path), before=BLOCK.format(blocked={"matplotlib"}))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert is_one_sentence(done.stderr)
+    assert "matplotlib" in done.stderr
+    assert "sharpmax[experiments]" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bound"], ["reproduce", "--help"]])
+def test_commands_without_figures_import_no_matplotlib(arguments):
+    done = process(*arguments, before=BLOCK.format(blocked={"matplotlib", "torch", "jax", "scipy"}))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [[], ["reproduce"]])
+def test_no_command_prints_help(command, arguments):
+    code, out, err = command(*arguments)
+    assert (code, err) == (0, "")
+    assert out.strip() == command(*arguments, "--help")[1].strip()
+
+
+def test_help_of_every_command(command):
+    for path in _paths(typer.main.get_command(cli.app)):
+        code, out, err = command(*path, "--help")
+        assert (code, err) == (0, "")
+        assert "Usage: sharpmax" in out
+
+
+def _paths(group, prefix=()):
+    yield prefix
+    for name, child in getattr(group, "commands", {}).items():
+        yield from _paths(child, (*prefix, name))
+
+
+def test_every_exhibit_has_a_command_and_a_module():
+    paths = [list(path) for path in _paths(typer.main.get_command(cli.app))]
+    assert {path[1] for path in paths if len(path) == 2 and path[0] == "reproduce"} == {*EXHIBITS, "all"}
+    for name in EXHIBITS:
+        assert importlib.util.find_spec(f"sharpmax.paper.{name}")
+
+
+def test_version(command):
+    assert command("--version") == (0, f"sharpmax {sharpmax.__version__}\n", "")
+
+
+def test_module_and_reproduce_all(command, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        type(EXHIBITS["fig5"]), "run", lambda self, out, **options: made.append(self.name) or [out / self.name]
+    )
+    code, out, _ = command("reproduce", "all", "--out", str(tmp_path))
+    assert (code, made) == (0, list(EXHIBITS))
+    assert out.split() == [str(tmp_path / name) for name in EXHIBITS]
