@@ -106,11 +106,16 @@ def _versions() -> dict[str, str]:
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit of the checkout that this package runs from, and whether its sources were changed since."""
+    """The commit of the checkout that this package runs from, and whether its sources were changed since.
+
+    A copy of a checkout without its history may name the commit in the environment variable SHARPMAX_COMMIT; whether it
+    was changed is then not known.
+    """
     package = Path(__file__).resolve().parent
     root = package.parent.parent
     if package != root / "src" / "sharpmax" or not (root / ".git").exists():
-        return None
+        named = os.environ.get("SHARPMAX_COMMIT")
+        return {"commit": named, "dirty": None} if named else None
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     changes = _output("git", "-C", str(root), "status", "--porcelain", "--", *SOURCES)
     return {"commit": commit, "dirty": bool(changes)} if commit and changes is not None else None
