@@ -249,6 +249,13 @@ def test_empty_and_single(library: str, shape: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(weights, np.ones(shape))
 
 
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_a_spread_beyond_the_type_gives_no_nan(library: str) -> None:
+    x = make(library, [[3e38, -1e38, 0.0]])
+    got = gradient(library, lambda beta: sharpmax.softmax(x, beta=beta)[0, 0], make(library, [1.0]))
+    assert got.tolist() == [0.0]
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_nan_is_not_hidden(library: str) -> None:
     weights = numbers(sharpmax.adaptive_temperature_softmax(make(library, [[0.0, np.nan, 1.0], [0.0, 1.0, 2.0]])))

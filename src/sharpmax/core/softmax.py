@@ -63,7 +63,7 @@ def _weights(xp: Any, x: Array, where: Array | None, beta: Array) -> tuple[Array
     beta = xp.expand_dims(beta, axis=-1)
     hard = xp.isinf(beta)
     dropped = logits < xp.where(hard, shift, threshold)
-    exponent = xp.where(hard, 0.0, beta) * xp.where(dropped, 0.0, logits - shift)
+    exponent = xp.where(hard, 0.0, beta) * _finite_exponents(xp, logits, shift)
     scaled = xp.exp(xp.where(dropped, -math.inf, exponent))
     total = xp.sum(scaled, axis=-1, keepdims=True)
     weights = scaled / xp.where(total == 0, 1.0, total)
@@ -76,8 +76,7 @@ def _weights_backward(
     """With dz = w (g - <g, w>): the gradient of x is beta dz, that of beta <dz, t>, t = s - max."""
     logits, _ = masked_logits(xp, x, where)
     shift = stop_gradient(shift)
-    # Where a logit is masked, dz = 0: any finite number will do for t.
-    exponent = xp.maximum(logits - shift, xp.full_like(shift, -1e30))
+    exponent = _finite_exponents(xp, logits, shift)
     weights = xp.astype(weights, exponent.dtype, copy=False)
     cotangent = xp.astype(cotangent, exponent.dtype, copy=False)
     inner = weights * (cotangent - xp.sum(weights * cotangent, axis=-1, keepdims=True))
@@ -85,6 +84,11 @@ def _weights_backward(
     d_beta = xp.where(hard, 0.0, xp.sum(inner * exponent, axis=-1))
     factor = xp.expand_dims(xp.where(hard, 0.0, beta), axis=-1)
     return xp.astype(factor * inner, x.dtype, copy=False), d_beta
+
+
+def _finite_exponents(xp: Any, logits: Array, shift: Array) -> Array:
+    """``s - max``, cut off far below anything that has weight: a masked logit meets factors of 0, in value and gradient."""
+    return xp.maximum(logits - shift, xp.full_like(shift, -1e30))
 
 
 WEIGHTS = RowFunction(_weights, _weights_backward, differentiable=(0,))
