@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.special
-
 import torch
 
 COEFFICIENTS = [-0.037, 0.481, -2.3, 4.917, -1.791]

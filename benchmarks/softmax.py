@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.special
+import torch
 
 import sharpmax
-import torch
 from benchmarks.figure4 import jax_figure4, numpy_figure4, torch_figure4
 from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
@@ -171,9 +171,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=None, help="default: benchmarks/results/softmax_DEVICE.json")
     arguments = parser.parse_args()
-    print(
-        f"{'':14} {'':8} {'':17} {'':11} {'own ms':>8} {'Fig. 4':>8} {'sharpmax':>8} {'x own':>7} {'x Fig4':>7} {'copies':>6}"
-    )
+    columns = ("own ms", "Fig. 4", "sharpmax", "x own", "x Fig4", "copies")
+    print(" " * 54 + "".join(f"{c:>{w}}" for c, w in zip(columns, (8, 9, 9, 8, 8, 7), strict=True)))
     results = []
     shares = {}
     for shape in SHAPES:

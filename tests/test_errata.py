@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmarks.figure4 import COEFFICIENTS, jax_figure4, torch_figure4
+import torch
 
 import sharpmax
-import torch
+from benchmarks.figure4 import COEFFICIENTS, jax_figure4, torch_figure4
 
 RNG = np.random.default_rng(7)
 LOGITS = RNG.normal(size=200) * 2

@@ -113,12 +113,13 @@ def _git() -> dict[str, Any] | None:
     """
     package = Path(__file__).resolve().parent
     root = package.parent.parent
-    if package != root / "src" / "sharpmax" or not (root / ".git").exists():
-        named = os.environ.get("SHARPMAX_COMMIT")
-        return {"commit": named, "dirty": None} if named else None
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    changes = _output("git", "-C", str(root), "status", "--porcelain", "--", *SOURCES)
-    return {"commit": commit, "dirty": bool(changes)} if commit and changes is not None else None
+    if package == root / "src" / "sharpmax" and (root / ".git").exists():
+        commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+        changes = _output("git", "-C", str(root), "status", "--porcelain", "--", *SOURCES)
+        if commit and changes is not None:
+            return {"commit": commit, "dirty": bool(changes)}
+    named = os.environ.get("SHARPMAX_COMMIT")
+    return {"commit": named, "dirty": None} if named else None
 
 
 def _output(*command: str) -> str | None:

@@ -27,8 +27,8 @@ from typing import Any
 
 import jax
 import numpy as np
-
 import torch
+
 from sharpmax import RowStats, adaptive_temperature_softmax, row_stats
 from sharpmax.core.policies import policy_from_dict
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
+
 from tests.conformance.cases import Case, load, raw_cases
 from tests.conformance.results import Result
 from tests.conformance.tolerances import deviations
-
-import torch
 
 COEFFICIENTS = (-0.037, 0.481, -2.3, 4.917, -1.791)
 PEAK = float(max(np.roots(np.polyder(COEFFICIENTS)).real, key=lambda h: np.polyval(COEFFICIENTS, h)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+from sharpmax.core.policies import policy_from_dict
 from tests.conformance import generate
 from tests.conformance.cases import load, raw_cases
 from tests.conformance.implementations import IMPLEMENTATIONS, Implementation, gpu_is_there
 from tests.conformance.recipes import DTYPES
 from tests.conformance.tolerances import deviations
-
-from sharpmax.core.policies import policy_from_dict
 
 
 def _parameters() -> list[Any]:
@@ -91,6 +91,7 @@ def test_the_generator_still_makes_what_is_stored() -> None:
 def test_the_oracle_gradient_is_the_derivative_of_the_oracle() -> None:
     """Central differences in 50 digits, so that the analytic gradient is not taken on trust."""
     from mpmath import mp, mpf
+
     from tests.conformance import oracle
 
     for case_id in ("policies/float64/paper-normal-n16-scale1.5", "policies/float64/curve-normal-n16-scale1.5"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import sharpmax
-import torch
 
 RNG = np.random.default_rng(4)
 

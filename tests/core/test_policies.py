@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.arrays import LIBRARIES, gradient, make, numbers
+import torch
 
 import sharpmax
-import torch
 from sharpmax.core.policies import LearnableStructure, lowered
+from tests.arrays import LIBRARIES, gradient, make, numbers
 
 RNG = np.random.default_rng(2)
 SIZES = (1, 3, 20, 300, 3000)

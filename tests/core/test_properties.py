@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.arrays import LIBRARIES, make, numbers
 
-import torch
 from sharpmax import (
     PAPER,
     PAPER_HELD,
@@ -30,6 +29,7 @@ from sharpmax import (
     softmax,
 )
 from sharpmax.core.policies import EntropyCurve
+from tests.arrays import LIBRARIES, make, numbers
 
 SHAPE = (4, 12)
 COUNT = SHAPE[1]

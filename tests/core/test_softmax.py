@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.arrays import LIBRARIES, gradient, make, numbers
-from benchmarks.figure4 import jax_figure4, torch_figure4
+import torch
 
 import sharpmax
-import torch
+from benchmarks.figure4 import jax_figure4, torch_figure4
 from sharpmax.core import rowwise
+from tests.arrays import LIBRARIES, gradient, make, numbers
 
 RNG = np.random.default_rng(1)
 LOGITS = RNG.normal(size=(6, 40)) * np.array([[0.01], [0.5], [1.0], [2.0], [5.0], [20.0]])

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.arrays import LIBRARIES, gradient, make, numbers
+import torch
 
 import sharpmax
-import torch
+from tests.arrays import LIBRARIES, gradient, make, numbers
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(3, 4, 17)) * 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen, nnx
 
 import sharpmax
 import sharpmax.flax
-from flax import linen, nnx
 
 X = jnp.asarray(np.random.default_rng(9).normal(size=(2, 3, 4, 20)), jnp.float32)
 

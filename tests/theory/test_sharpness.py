@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from tests.arrays import LIBRARIES, make, numbers
 
 import sharpmax
 from sharpmax import theory
+from tests.arrays import LIBRARIES, make, numbers
 
 RNG = np.random.default_rng(6)
 

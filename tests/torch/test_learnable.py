@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import sharpmax
 import sharpmax.torch
-import torch
 
 X = torch.tensor(np.random.default_rng(8).normal(size=(2, 3, 4, 20)), dtype=torch.float32)
 

@@ -87,7 +87,7 @@ def _weights_backward(
 
 
 def _finite_exponents(xp: Any, logits: Array, shift: Array) -> Array:
-    """``s - max``, cut off far below anything that has weight: a masked logit meets factors of 0, in value and gradient."""
+    """``s - max``, cut off far below anything that has weight, so that a factor of 0 meets no infinity."""
     return xp.maximum(logits - shift, xp.full_like(shift, -1e30))
 
 

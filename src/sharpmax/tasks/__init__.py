@@ -1,0 +1,1 @@
+"""Tasks: data, models, training and scoring."""

@@ -1,0 +1,162 @@
+"""Checkpoints: a safetensors file named by its content, and ``checkpoint.json`` that says which one and what is in it.
+
+The JSON file is replaced last, and the tensors of the checkpoint before are removed after that. Whenever a run is
+killed, ``checkpoint.json`` names a tensors file that is there and whole, and whose checksum it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from ...core.files import write_bytes, write_text
+from .model import SHAPES, Params, is_shape
+from .protocol import Protocol
+from .step import State, unravel
+
+SCHEMA = "sharpmax.max-retrieval-checkpoint/1"
+SIDECAR = "checkpoint.json"
+
+_LEAVES = {
+    "/".join(key.key for key in path): shape for path, shape in jax.tree.flatten_with_path(SHAPES, is_leaf=is_shape)[0]
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A head of every seed, trained up to ``step``.
+
+    Attributes:
+      state: parameters (and while training, Adam's moments and the average), flat, ``[seeds, D]`` each. A finished run
+        keeps no moments.
+      history: one entry per chunk: ``step``, and ``loss``, ``accuracy``, ``spread`` and ``bound`` for each seed.
+      chunk: steps between checkpoints.
+      seconds: how long training took, compilation included.
+      provenance: whatever the caller wants to say about how it was made.
+    """
+
+    protocol: Protocol
+    seeds: tuple[int, ...]
+    step: int
+    chunk: int
+    state: State
+    history: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> Params:
+        """What to evaluate: the averaged parameters where there are such, else the last ones; ``[seeds, ...]`` each."""
+        return unravel(self.state.theta if self.state.average is None else self.state.average)
+
+    @property
+    def finished(self) -> bool:
+        """Whether training is over."""
+        return self.step >= self.protocol.steps
+
+    def save(self, directory: str | Path) -> None:
+        """Write the checkpoint, in place of the one that may be there."""
+        directory = Path(directory)
+        kept = {"params": self.state.theta, "average": self.state.average}
+        if not self.finished:
+            kept |= {"adam_m": self.state.m, "adam_v": self.state.v}
+        tensors = {}
+        for group, flat in kept.items():
+            if flat is not None:
+                for name, array in zip(_LEAVES, jax.tree.leaves(unravel(np.asarray(flat))), strict=True):
+                    tensors[f"{group}/{name}"] = np.ascontiguousarray(array)
+        content = safetensors.numpy.save(tensors)
+        digest = hashlib.sha256(content).hexdigest()
+        name = f"checkpoint-{digest[:16]}.safetensors"
+        sidecar = {
+            "schema": SCHEMA,
+            "tensors": name,
+            "sha256": digest,
+            "step": self.step,
+            "chunk": self.chunk,
+            "seeds": list(self.seeds),
+            "seconds": self.seconds,
+            "protocol": self.protocol.to_dict(),
+            "provenance": self.provenance,
+            "history": self.history,
+        }
+        write_bytes(directory / name, content)
+        write_text(directory / SIDECAR, json.dumps(sidecar, indent=1, allow_nan=False) + "\n")
+        for old in directory.glob("checkpoint-*.safetensors"):
+            if old.name != name:
+                old.unlink()
+
+
+def load_checkpoint(directory: str | Path) -> Checkpoint:
+    """Read the checkpoint in ``directory``; refused in one sentence if it is not one, or not whole."""
+    path = Path(directory) / SIDECAR
+    try:
+        sidecar = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{directory} holds no checkpoint: there is no {SIDECAR} in it") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a checkpoint: {error}") from None
+    schema = sidecar.get("schema") if isinstance(sidecar, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"expected {path} to have the schema {SCHEMA!r}, got {schema!r}")
+    try:
+        protocol = Protocol.from_dict(sidecar["protocol"])
+        seeds = tuple(int(seed) for seed in sidecar["seeds"])
+        step, chunk, digest = int(sidecar["step"]), int(sidecar["chunk"]), str(sidecar["sha256"])
+        tensors = path.parent / Path(sidecar["tensors"]).name
+        rest = {"history": list(sidecar["history"]), "provenance": dict(sidecar["provenance"])}
+        seconds = float(sidecar["seconds"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a complete checkpoint: {_reason(error)}") from None
+    state = _state(tensors, digest, len(seeds), moments=step < protocol.steps, averaged=protocol.average > 0)
+    return Checkpoint(protocol, seeds, step, chunk, state, seconds=seconds, **rest)
+
+
+def _reason(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _state(path: Path, digest: str, seeds: int, *, moments: bool, averaged: bool) -> State:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"the checkpoint's tensors are missing: expected the file {path}") from None
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"{path} is corrupt: its SHA-256 is not the one in {SIDECAR}; train again or restore the file")
+    try:
+        tensors = safetensors.numpy.load(content)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from None
+    groups = ["params", *["average"] * averaged, *["adam_m", "adam_v"] * moments]
+    flat: dict[str, np.ndarray] = {}
+    for group in groups:
+        parts = []
+        for name, shape in _LEAVES.items():
+            array = tensors.get(f"{group}/{name}")
+            if array is None or array.shape != (seeds, *shape) or array.dtype != np.float32:
+                got = "nothing" if array is None else f"{array.dtype} {array.shape}"
+                raise ValueError(f"expected {path} to hold {group}/{name} as float32 {(seeds, *shape)}, got {got}")
+            parts.append(array.reshape(seeds, -1))
+        flat[group] = np.concatenate(parts, axis=-1)
+    return State(flat["params"], flat.get("adam_m"), flat.get("adam_v"), flat.get("average"))
+
+
+def check_same(checkpoint: Checkpoint, protocol: Protocol, seeds: tuple[int, ...], directory: str | Path) -> None:
+    """Refuse to go on from a checkpoint of another run."""
+    there, here = checkpoint.protocol.to_dict(), protocol.to_dict()
+    if different := [name for name in here if here[name] != there[name]]:
+        said = ", ".join(f"{name} {there[name]!r} there and {here[name]!r} here" for name in different)
+        raise ValueError(f"{directory} holds a checkpoint of another protocol ({said}); choose another directory")
+    if checkpoint.seeds != seeds:
+        raise ValueError(
+            f"{directory} holds a checkpoint of the seeds {list(checkpoint.seeds)}, not {list(seeds)}; "
+            "choose another directory"
+        )

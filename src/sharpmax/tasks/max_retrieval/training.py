@@ -1,0 +1,239 @@
+"""Training (Appendix A.4): seeds side by side, steps in compiled chunks, a checkpoint after every chunk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...extras import require
+from .checkpoint import SIDECAR, Checkpoint, check_same, load_checkpoint
+from .protocol import Numbers, Protocol, numbers
+from .step import Fixed, State, compiled_steps, initial_state, probe
+
+CHUNK = 5_000
+"""Steps between checkpoints."""
+
+UNROLL = {"cpu": 1, "gpu": 4}
+"""Steps that are unrolled into one iteration of the compiled loop, by platform."""
+
+Trained = Checkpoint
+"""What training returns: the last checkpoint, whether it was written or not."""
+
+
+class Progress(NamedTuple):
+    """Where training stands after a chunk; loss and accuracy are means over the chunk and all members."""
+
+    step: int
+    steps: int
+    loss: float
+    accuracy: float
+    steps_per_second: float
+    seconds_left: float
+
+
+def train(
+    protocol: Protocol,
+    seeds: Sequence[int],
+    out: str | Path | None = None,
+    *,
+    chunk: int = CHUNK,
+    progress: Callable[[Progress], None] | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> Trained:
+    """Train one head for every seed, or go on where the checkpoint in ``out`` stands.
+
+    A run is a pure function of the protocol, the seeds and ``chunk``: one that was interrupted and resumed on the same
+    kind of device ends with the same bits as one that was not.
+
+    Args:
+      protocol: how to train.
+      seeds: whole numbers from 0 to 2**32 - 1, each its own head and data.
+      out: a directory for checkpoints; ``None`` writes none.
+      chunk: steps between checkpoints (a run that is resumed keeps the one it began with).
+      progress: called after every chunk.
+      provenance: kept in the checkpoint as it is.
+    """
+    seeds = _checked_seeds(seeds)
+    begun = None
+    if out is not None and (Path(out) / SIDECAR).exists():
+        begun = load_checkpoint(out)
+        check_same(begun, protocol, seeds, out)
+        if begun.finished:
+            return begun
+    last = begun
+    for (last,) in _run([protocol], seeds, begun, chunk if begun is None else begun.chunk, progress, provenance or {}):
+        if out is not None:
+            last.save(out)
+    assert last is not None
+    return last
+
+
+def train_together(
+    protocols: Sequence[Protocol],
+    seeds: Sequence[int],
+    *,
+    chunk: int = CHUNK,
+    progress: Callable[[Progress], None] | None = None,
+) -> list[Trained]:
+    """Train one head for every protocol and seed in one compiled program, without checkpoints.
+
+    For studies: the protocols may differ in everything but ``batch``, ``steps``, ``policy`` and ``precision``.
+    """
+    if not protocols:
+        raise ValueError("expected at least one protocol, got none")
+    trained: list[Trained] = []
+    for trained in _run(list(protocols), _checked_seeds(seeds), None, chunk, progress, {}):  # noqa: B007
+        pass
+    return trained
+
+
+def _checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    seeds = tuple(seeds)
+    whole = all(isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32 for seed in seeds)
+    if not seeds or not whole or len(set(seeds)) != len(seeds):
+        raise ValueError(f"expected seeds to be different whole numbers from 0 to 2**32 - 1, got {list(seeds)}")
+    return seeds
+
+
+def _run(
+    protocols: list[Protocol],
+    seeds: tuple[int, ...],
+    begun: Checkpoint | None,
+    chunk: int,
+    progress: Callable[[Progress], None] | None,
+    provenance: dict[str, Any],
+) -> Iterator[list[Checkpoint]]:
+    """A checkpoint of every protocol after every chunk. Members are protocol by protocol, seed by seed."""
+    if chunk < 1:
+        raise ValueError(f"expected chunk to be at least 1, got {chunk}")
+    fixed, steps = Fixed.of(protocols), protocols[0].steps
+    member_seeds = jnp.asarray(np.tile(np.asarray(seeds, np.uint32), len(protocols)))
+    values = _stacked([numbers(protocol) for protocol in protocols for _ in seeds])
+    step, histories, before = 0, [[] for _ in protocols], 0.0
+    if begun is None:
+        state = initial_state(member_seeds, fixed)
+        _record(histories, 0, len(seeds), {}, state, member_seeds, fixed)
+    else:
+        state, step, histories = begun.state, begun.step, [list(begun.history)]
+        before, provenance = begun.seconds, provenance or begun.provenance
+    state, member_seeds, values = _placed((state, member_seeds, values), len(member_seeds))
+    platform = jax.default_backend()
+    began = time.perf_counter()
+    first_step, settled = step, began
+    while step < steps:
+        length = min(chunk, steps - step)
+        state, (loss, accuracy) = compiled_steps(platform)(
+            state,
+            member_seeds,
+            values,
+            jnp.int32(step),
+            fixed=fixed,
+            length=length,
+            unroll=UNROLL.get(platform, 1),
+            one_by_one=platform == "cpu" and jax.device_count() == 1,
+        )
+        step += length
+        _record(histories, step, len(seeds), {"loss": loss, "accuracy": accuracy}, state, member_seeds, fixed)
+        now = time.perf_counter()
+        if progress is not None:
+            rate = (step - first_step) / (now - settled)
+            progress(Progress(step, steps, float(loss.mean()), float(accuracy.mean()), rate, (steps - step) / rate))
+        if settled == began and step < steps:  # The first chunk compiled; the rate is that of the others.
+            first_step, settled = step, now
+        host = jax.tree.map(np.asarray, state)
+        yield [
+            Checkpoint(
+                protocol=protocol,
+                seeds=seeds,
+                step=step,
+                chunk=chunk,
+                state=_members(host, i, len(seeds), averaged=protocol.average > 0),
+                history=list(histories[i]),
+                seconds=before + now - began,
+                provenance=provenance,
+            )
+            for i, protocol in enumerate(protocols)
+        ]
+
+
+def _stacked(members: list[Numbers]) -> Numbers:
+    def stack(*values: float) -> jax.Array:
+        return jnp.asarray(np.asarray(values, np.int32 if isinstance(values[0], int) else np.float32))
+
+    return jax.tree.map(stack, *members)
+
+
+def _placed(tree: Any, members: int) -> Any:
+    """``tree`` spread over all devices by member where that goes evenly; as it is on one device."""
+    devices = jax.devices()
+    if len(devices) == 1 or members % len(devices):
+        return tree
+    mesh = jax.sharding.Mesh(np.asarray(devices), ("members",))
+    return jax.device_put(tree, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("members")))
+
+
+def _members(state: State, index: int, seeds: int, *, averaged: bool) -> State:
+    """The members of one protocol, copied so that no checkpoint holds on to all of them."""
+    parts = (None if a is None else a[index * seeds : (index + 1) * seeds].copy() for a in state)
+    theta, m, v, average = parts
+    return State(theta, m, v, average if averaged else None)
+
+
+def _record(
+    histories: list[list[dict[str, Any]]],
+    step: int,
+    seeds: int,
+    metrics: dict[str, jax.Array],
+    state: State,
+    member_seeds: jax.Array,
+    fixed: Fixed,
+) -> None:
+    """Add what Figure 9 and the training log need after a chunk: one number per seed."""
+    spread, bound = probe(state.theta, member_seeds, items=fixed.items, precision=fixed.precision)
+    columns = {name: np.asarray(values) for name, values in {**metrics, "spread": spread, "bound": bound}.items()}
+    for i, history in enumerate(histories):
+        part = slice(i * seeds, (i + 1) * seeds)
+        history.append({"step": step, **{name: _plain(column[part]) for name, column in columns.items()}})
+
+
+def _plain(values: np.ndarray) -> list[float | None]:
+    """``values`` for JSON, which has no word for what a run that diverged gives."""
+    return [float(value) if np.isfinite(value) else None for value in values]
+
+
+@contextmanager
+def progress_bar(what: str = "training") -> Iterator[Callable[[Progress], None]]:
+    """A bar in the terminal with loss, accuracy, speed and time left; yields what ``progress`` takes."""
+    rich = require("rich.progress", "experiments", "the progress bar")
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TextColumn(
+            "loss {task.fields[loss]:.4f}  accuracy {task.fields[accuracy]:.2%}  {task.fields[rate]:,.0f} steps/s"
+        ),
+        rich.TextColumn("{task.fields[left]}"),
+    )
+    with rich.Progress(*columns) as bar:
+        task = bar.add_task(what, total=None, loss=float("nan"), accuracy=0.0, rate=0.0, left="")
+
+        def show(p: Progress) -> None:
+            minutes, seconds = divmod(round(p.seconds_left), 60)
+            bar.update(
+                task,
+                total=p.steps,
+                completed=p.step,
+                loss=p.loss,
+                accuracy=p.accuracy,
+                rate=p.steps_per_second,
+                left=f"{minutes}:{seconds:02d} left",
+            )
+
+        yield show
