@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from . import __version__
-from .paper import EXHIBITS
+from .extras import require
+from .paper import EXHIBITS, user_input
 from .paper.bound import bound_report
 from .paper.published import GEMMA_SPREADS
 
@@ -36,6 +39,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+train = typer.Typer(cls=Commands, help="Train the heads that the paper's experiments are about.")
+app.add_typer(train, name="train")
 reproduce = typer.Typer(cls=Commands, help="Make tables and figures of the paper again, as PNG, PDF and JSON.")
 app.add_typer(reproduce, name="reproduce")
 
@@ -64,8 +69,9 @@ def _sharpmax(
     _help_if_alone(context)
 
 
+@train.callback(invoke_without_command=True)
 @reproduce.callback(invoke_without_command=True)
-def _reproduce(context: typer.Context) -> None:
+def _group(context: typer.Context) -> None:
     _help_if_alone(context)
 
 
@@ -92,6 +98,36 @@ def bound(
         print(json.dumps(report, indent=2))
     else:
         _print_bound(report)
+
+
+@train.command("max-retrieval")
+def train_max_retrieval(
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint; training goes on from one that is there.")],
+    protocol: Annotated[str, typer.Option(help="How to train: paper, sharp, or a JSON file.")] = "paper",
+    seeds: Annotated[int, typer.Option(help="How many heads, seeded 0, 1, 2, ...", min=1)] = 10,
+    steps: Annotated[int | None, typer.Option(help="Gradient steps instead of the protocol's.", min=1)] = None,
+) -> None:
+    """Train the single-head network of Appendix A to find the class of the largest of 5 to 16 items.
+
+    Uses a GPU if JAX has one. A checkpoint is written every few thousand steps; interrupt training whenever you like
+    and give the same command again.
+    """
+    require("jax", "experiments", "Training")
+    from .provenance import provenance
+    from .tasks import max_retrieval
+
+    with user_input():
+        chosen = max_retrieval.load_protocol(protocol)
+        if steps is not None:
+            chosen = dataclasses.replace(chosen, steps=steps)
+        with max_retrieval.progress_bar(f"max retrieval, {protocol}") as show:
+            run = max_retrieval.train(chosen, range(seeds), out, progress=show, provenance=provenance())
+    last = run.history[-1]
+    print(f"{out}: {seeds} heads after {run.step:,} steps, {_mean(last['accuracy']):.2%} right in training")
+
+
+def _mean(values: list[float | None]) -> float:
+    return statistics.fmean(float("nan") if v is None else v for v in values)
 
 
 @reproduce.command(help=EXHIBITS["fig5"].description)
