@@ -95,7 +95,7 @@ def test_bound_with_numbers_beyond_reading(command):
         (["bound", "--spread"], "--spread"),
         (["bound", "--width", "1"], "--width"),
         (["bound", "extra"], "extra"),
-        (["bounds"], "expected one of bound, reproduce"),
+        (["bounds"], "expected one of bound, train, reproduce"),
         (["--loud"], "--loud"),
         (["reproduce", "fig99"], "got 'fig99'"),
         (["reproduce", "fig99"], "fig5, dispersion, all"),
