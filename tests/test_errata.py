@@ -83,7 +83,7 @@ def test_the_polynomial_switches_itself_off_where_dispersion_is_worst() -> None:
 
 def test_equation_18_would_give_a_negative_temperature() -> None:
     def equation_18(h: float) -> float:
-        return min(1 / np.polyval(COEFFICIENTS, h), 1.0)
+        return min(1 / float(np.polyval(COEFFICIENTS, h)), 1.0)
 
     root = max(r.real for r in np.roots(COEFFICIENTS) if abs(r.imag) < 1e-9)
     assert root == pytest.approx(6.27, abs=5e-3)

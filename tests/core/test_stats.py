@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,14 +43,15 @@ def test_values_along_any_axis(library: str, axis: int | tuple[int, ...] | None)
 def test_statistics_are_held_in_at_least_float32(library: str, given: str, held: str) -> None:
     with jax.enable_x64(given == "float64"):
         stats = sharpmax.row_stats(make(library, ROWS, given))
-        assert {str(f.dtype).rpartition(".")[2] for f in (stats.max, stats.sum, stats.moment, stats.min)} == {held}
+        fields: list[Any] = [stats.max, stats.sum, stats.moment, stats.min]
+        assert {str(f.dtype).rpartition(".")[2] for f in fields} == {held}
         assert str(stats.count.dtype).rpartition(".")[2] == "int32"
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("offset", [-1e4, 1e4])
 def test_an_offset_costs_no_digits(library: str, offset: float) -> None:
-    x = np.float32(ROWS + offset)
+    x = (ROWS + offset).astype(np.float32)
     np.testing.assert_allclose(
         numbers(sharpmax.row_stats(make(library, x)).entropy), entropy64(x.astype(np.float64)), rtol=2e-6
     )

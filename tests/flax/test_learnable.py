@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,10 +25,14 @@ class Head(linen.Module):
 def test_linen() -> None:
     head = Head()
     variables = head.init(jax.random.key(0), X)
+
+    def apply(v: Any) -> Any:
+        return head.apply(v, X)
+
     assert jax.tree.map(jnp.shape, variables) == {"params": {"Learnable_0": {"scale": (3,), "bias": (3,)}}}
     expected = sharpmax.adaptive_temperature_softmax(X, policy=sharpmax.LogLength(0.4, 0.1))
-    np.testing.assert_allclose(head.apply(variables, X), expected, atol=1e-6)
-    grads = jax.jit(jax.grad(lambda v: jnp.sum(head.apply(v, X) ** 2)))(variables)
+    np.testing.assert_allclose(apply(variables), expected, atol=1e-6)
+    grads = jax.jit(jax.grad(lambda v: jnp.sum(apply(v) ** 2)))(variables)
     assert np.all(np.asarray(grads["params"]["Learnable_0"]["scale"]) > 0)
 
 

@@ -17,9 +17,10 @@ def test_it_starts_where_its_structure_says_and_gets_gradients() -> None:
     weights = sharpmax.adaptive_temperature_softmax(X, policy=policy)
     torch.testing.assert_close(weights, sharpmax.softmax(X, beta=2.0))
     (weights**2).sum().backward()
-    assert policy.log_beta.grad is not None
-    assert policy.log_beta.grad.shape == (3,)
-    assert bool((policy.log_beta.grad > 0).all())  # sharper rows have a larger sum of squares
+    gradient = policy.get_parameter("log_beta").grad
+    assert gradient is not None
+    assert gradient.shape == (3,)
+    assert bool((gradient > 0).all())  # sharper rows have a larger sum of squares
 
 
 def test_ssmax() -> None:
@@ -28,7 +29,7 @@ def test_ssmax() -> None:
     expected = sharpmax.adaptive_temperature_softmax(X, policy=sharpmax.LogLength(0.4, 0.1))
     torch.testing.assert_close(weights, expected)
     with torch.no_grad():
-        policy.scale[1] = 2.0
+        policy.get_parameter("scale")[1] = 2.0
     changed = sharpmax.adaptive_temperature_softmax(X, policy=policy)
     torch.testing.assert_close(changed[:, 0], expected[:, 0])
     torch.testing.assert_close(changed[:, 1], sharpmax.softmax(X[:, 1], beta=2.0 * float(np.log(20)) + 0.1))
@@ -43,7 +44,7 @@ def test_training_sharpens_a_head_that_wants_it() -> None:
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    assert float(policy.log_beta.detach().exp()) > 3
+    assert float(policy.get_parameter("log_beta").detach().exp()) > 3
 
 
 def test_state_and_structure_are_saved_apart() -> None:
