@@ -43,6 +43,7 @@ class Case(NamedTuple):
     own: Call
     figure4: Call
     sharpmax: Call
+    compiled_copies: dict[str, float] | None = None  # what the compiler says of memory, where it says it
 
 
 def numpy_cases(x: np.ndarray) -> Iterator[Case]:
@@ -91,7 +92,18 @@ def jax_cases(values: np.ndarray) -> Iterator[Case]:
     for mode, transform in (("eager", lambda f: f), ("jit", jax.jit)):
         for direction, group in (("forward", functions), ("forward+backward", gradients)):
             made = [transform(f) for f in group]
-            yield Case("jax", mode, direction, *(lambda f=f: jax.block_until_ready(f(x)) for f in made))
+            calls = [lambda f=f: jax.block_until_ready(f(x)) for f in made]
+            copies = None
+            if mode == "jit":
+                names = ("own", "figure4", "sharpmax")
+                copies = {name: compiled_copies(f, x) for name, f in zip(names, made, strict=True)}
+            yield Case("jax", mode, direction, *calls, compiled_copies=copies)
+
+
+def compiled_copies(function: Any, x: jax.Array) -> float:
+    """What a compiled function allocates, output included, in copies of ``x``."""
+    memory = function.lower(x).compile().memory_analysis()
+    return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / x.nbytes
 
 
 def seconds(call: Call) -> float:
@@ -114,10 +126,18 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def peak_copies(call: Call, size: int, device: str) -> float | None:
-    """The peak of memory beyond what is there before ``call``, in multiples of ``size``."""
-    if device == "cuda":
+def peak_copies(case: Case, call: Call, size: int, device: str) -> float | None:
+    """The peak of memory beyond what is there before ``call``, in multiples of ``size``; ``None`` where JAX hides it.
+
+    JAX keeps freed memory for itself, so what an eager JAX function needs does not show from outside.
+    """
+    if case.framework == "jax":
         return None
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return (torch.cuda.max_memory_allocated() - before) / size
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     kept = call()
@@ -126,23 +146,10 @@ def peak_copies(call: Call, size: int, device: str) -> float | None:
     return peak / size
 
 
-def cuda_peak_copies(case: Case, call: Call, size: int) -> float | None:
-    if case.framework != "torch":
-        return None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return (torch.cuda.max_memory_allocated() - before) / size
-
-
 def measured(case: Case, values: np.ndarray, device: str, rounds: int) -> dict[str, Any]:
     times = timed(case, rounds)
-    memory = {
-        name: cuda_peak_copies(case, call, values.nbytes)
-        if device == "cuda"
-        else peak_copies(call, values.nbytes, device)
-        for name, call in (("own", case.own), ("figure4", case.figure4), ("sharpmax", case.sharpmax))
-    }
+    calls = {"own": case.own, "figure4": case.figure4, "sharpmax": case.sharpmax}
+    memory = case.compiled_copies or {n: peak_copies(case, c, values.nbytes, device) for n, c in calls.items()}
     return {
         "framework": case.framework,
         "mode": case.mode,

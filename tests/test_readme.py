@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +44,11 @@ def test_the_tree_names_what_is_there_and_nothing_else() -> None:
         assert text, f"README says nothing of {path}"
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     folders = {"/".join(Path(p).parts[:depth]) for p in tracked for depth in (1, 2, 3) if len(Path(p).parts) > depth}
-    expected = {f for f in folders if f.partition("/")[0] in ("src", "tests", "benchmarks", "docs", "results")}
+    expected = {
+        f
+        for f in folders
+        if f.partition("/")[0] in ("src", "tests", "benchmarks", "studies", "checkpoints", "docs", "results")
+    }
     expected = {f for f in expected if f.count("/") == 0 or f.startswith("src/sharpmax")} - {
         "src/sharpmax/core/policies"
     }
@@ -58,3 +64,24 @@ def test_relative_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("**/*.md")]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_speed_table_is_that_of_the_result_file() -> None:
+    results = json.loads((ROOT / "benchmarks/results/softmax_cpu.json").read_text(encoding="utf-8"))["results"]
+    expected = speed_table(results)
+    assert expected in README, f"the table should read\n{expected}"
+
+
+def speed_table(results: list[dict[str, Any]]) -> str:
+    """Ratios to the framework's own softmax / to literal Figure 4, by framework, mode and direction."""
+    shapes = sorted({tuple(r["shape"]) for r in results}, key=lambda shape: shape[1])
+    lines = ["| | " + " | ".join(f"{a} x {b}" for a, b in shapes) + " |", "|---" * (len(shapes) + 1) + "|"]
+    ratios: dict[str, list[str]] = {}
+    for shape in shapes:
+        for r in results:
+            if tuple(r["shape"]) == shape:
+                name = f"{r['framework']}, {r['mode']}, {r['direction']}"
+                ratio = f"{r['ratio_to_own_softmax']:.2f} / {r['ratio_to_figure4']:.2f}"
+                ratios.setdefault(name, []).append(ratio)
+    lines += [f"| {name} | " + " | ".join(values) + " |" for name, values in ratios.items()]
+    return "\n".join("  " + line for line in lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -109,13 +111,18 @@ def test_a_monotone_curve_never_decreases_and_follows_the_samples() -> None:
     assert repeated.betas == (1.0, 3.0)
 
 
+def any_text(text: str) -> Any:
+    """``text``, whatever a type checker would say."""
+    return text
+
+
 @pytest.mark.parametrize(
     ("message", "call"),
     [
         ("logits \\[rows, n\\]", lambda: sharpmax.optimal_temperatures(np.zeros(3), np.zeros(3))),
         ("not masked", lambda: sharpmax.optimal_temperatures(np.zeros((1, 3)), np.array([3]))),
         ("not masked", lambda: sharpmax.optimal_temperatures(np.array([[0.0, -np.inf]]), np.array([1]))),
-        ("'exact' or 'grid'", lambda: sharpmax.optimal_temperatures(np.zeros((1, 3)), [0], **{"method": "guess"})),
+        ("'exact' or 'grid'", lambda: sharpmax.optimal_temperatures(np.zeros((1, 3)), [0], method=any_text("guess"))),
         ("needs more than 4 distinct", lambda: sharpmax.fit_policy([1.0, 2.0], [1.0, 2.0])),
         ("finite", lambda: sharpmax.fit_policy([1.0, np.nan], [1.0, 2.0], 1)),
         ("as many entropies", lambda: sharpmax.fit_policy([1.0, 2.0], [1.0])),
