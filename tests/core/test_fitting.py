@@ -78,6 +78,15 @@ def test_masked_items_and_tensors() -> None:
         np.testing.assert_allclose(got.entropies, expected.entropies, rtol=1e-9)
 
 
+@pytest.mark.parametrize("method", ["exact", "grid"])
+def test_logits_at_the_lowest_number_are_masked_as_everywhere(method: Any) -> None:
+    logits = np.array([[2.0, 1.0, 0.0, -1.0]], np.float32)
+    padded = np.concatenate([logits, np.full((1, 4), np.finfo(np.float32).min)], axis=1).astype(np.float32)
+    plain, masked = (sharpmax.optimal_temperatures(a, [2], method=method) for a in (logits, padded))
+    assert (masked.no_optimum, masked.betas.tolist()) == (plain.no_optimum, plain.betas.tolist())
+    assert plain.no_optimum == 1
+
+
 def test_every_row_may_be_dropped() -> None:
     found = sharpmax.optimal_temperatures(np.array([[2.0, 1.0]]), np.array([0]))
     assert (len(found.betas), len(found.entropies), found.already_largest) == (0, 0, 1)
@@ -109,6 +118,8 @@ def test_a_monotone_curve_never_decreases_and_follows_the_samples() -> None:
     repeated = sharpmax.fit_monotone([1.0] * 48 + [2.0] * 48, [1.0] * 48 + [3.0] * 48)
     assert repeated.entropies == (1.0, 2.0)
     assert repeated.betas == (1.0, 3.0)
+    for entropies in ([2.3] * 81, [0.7] * 49, [2.3] * 45 + [1.1] * 45):  # bin means that round apart
+        assert np.all(np.diff(sharpmax.fit_monotone(entropies, np.ones(len(entropies))).entropies) > 0)
 
 
 def any_text(text: str) -> Any:
@@ -122,6 +133,8 @@ def any_text(text: str) -> Any:
         ("logits \\[rows, n\\]", lambda: sharpmax.optimal_temperatures(np.zeros(3), np.zeros(3))),
         ("not masked", lambda: sharpmax.optimal_temperatures(np.zeros((1, 3)), np.array([3]))),
         ("not masked", lambda: sharpmax.optimal_temperatures(np.array([[0.0, -np.inf]]), np.array([1]))),
+        ("finite or masked, got NaN", lambda: sharpmax.optimal_temperatures(np.array([[np.nan, 1.0]]), [1])),
+        ("where to broadcast", lambda: sharpmax.optimal_temperatures(np.zeros((1, 3)), [0], np.ones(2, bool))),
         ("'exact' or 'grid'", lambda: sharpmax.optimal_temperatures(np.zeros((1, 3)), [0], method=any_text("guess"))),
         ("needs more than 4 distinct", lambda: sharpmax.fit_policy([1.0, 2.0], [1.0, 2.0])),
         ("finite", lambda: sharpmax.fit_policy([1.0, np.nan], [1.0, 2.0], 1)),

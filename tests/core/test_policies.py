@@ -86,7 +86,7 @@ def test_beyond_the_fitted_range() -> None:
 
 def test_raise_is_refused_where_there_are_no_values() -> None:
     policy = sharpmax.EntropyPolynomial(POLYNOMIAL, domain=(0.0, 50.0), beyond="raise")
-    with pytest.raises(ValueError, match="compiled function"):
+    with pytest.raises(ValueError, match="being traced"):
         jax.jit(lambda x: sharpmax.adaptive_temperature_softmax(x, policy=policy))(jnp.ones(4))
 
 
@@ -132,7 +132,9 @@ def test_the_lowered_form_is_the_same_policy(library: str, policy: Any) -> None:
 
 
 def test_what_has_no_lowered_form_says_so() -> None:
+    checking = sharpmax.EntropyPolynomial(POLYNOMIAL, domain=(0.0, 50.0), beyond="raise")
     for policy in (
+        checking,
         sharpmax.Hard(),
         sharpmax.LogLength.llama4(),
         sharpmax.PerHead((sharpmax.PAPER,)),
@@ -162,6 +164,8 @@ def test_loading_refuses_in_one_sentence(tmp_path: Path) -> None:
         ("[]", "schema 'sharpmax.policy/1', got None"),
         ('{"schema": "sharpmax.policy/9"}', "got 'sharpmax.policy/9'"),
         ('{"schema": "sharpmax.policy/1", "kind": "Wrong"}', "unknown policy kind 'Wrong'; known are"),
+        ('{"schema": "sharpmax.policy/1", "kind": [1]}', "unknown policy kind"),
+        ('{"schema": "sharpmax.policy/1", "kind": "LearnableStructure"}', "unknown policy kind 'LearnableStructure'"),
         ('{"schema": "sharpmax.policy/1", "kind": "Constant", "theta": 1}', "has no field theta; its fields are beta"),
         ('{"schema": "sharpmax.policy/1", "kind": "Constant", "beta": "x"}', "finite number of at least 0, got 'x'"),
         ('{"schema": "sharpmax.policy/1", "kind": "EntropyPolynomial"}', "not complete"),
@@ -195,6 +199,12 @@ def test_bad_policies_are_refused() -> None:
         lambda: sharpmax.LogLength(bias=1, reference=16),
         lambda: sharpmax.LogLength.relative(1),
         lambda: sharpmax.PerHead(()),
+        lambda: sharpmax.PerHead((sharpmax.PerHead((sharpmax.PAPER,)),)),
+        lambda: sharpmax.PerHead(sharpmax.PAPER),  # pyright: ignore[reportArgumentType]
+        lambda: sharpmax.EntropyPolynomial("123"),  # pyright: ignore[reportArgumentType]
+        lambda: sharpmax.EntropyPolynomial((True, 1.0)),
+        lambda: sharpmax.Constant(10**400),
+        lambda: sharpmax.LogLength(steps="no"),  # pyright: ignore[reportArgumentType]
         lambda: sharpmax.LearnableTemperature(heads=0),
         lambda: sharpmax.LearnableTemperature(init=0),
     ):

@@ -222,6 +222,16 @@ def test_torch_compile_whole_graph_forward_backward_and_dynamic_sizes() -> None:
         torch.testing.assert_close(x.grad, y.grad, atol=2e-6, rtol=1e-4)
 
 
+def test_torch_compile_with_a_symbolic_axis_and_under_transforms() -> None:
+    x = torch.tensor(LOGITS[:, :30]).reshape(3, 2, 30)
+    compiled = torch.compile(sharpmax.adaptive_temperature_softmax, fullgraph=True, dynamic=True, backend="aot_eager")
+    for axis in (-1, -2, 0):
+        torch.testing.assert_close(compiled(x, axis), sharpmax.adaptive_temperature_softmax(x, axis))
+    per_row = torch.vmap(torch.func.grad(lambda row: sharpmax.adaptive_temperature_softmax(row)[0]))
+    rows = x.reshape(6, 30)
+    torch.testing.assert_close(torch.compile(per_row, fullgraph=True, backend="aot_eager")(rows), per_row(rows))
+
+
 def test_torch_compile_gives_no_warning_when_nothing_ran_before() -> None:
     code = (
         "import warnings; warnings.simplefilter('error'); "
@@ -274,6 +284,12 @@ def test_bad_input_is_refused_in_one_sentence(library: str) -> None:
         ),
         (ValueError, r"axis 2 does not exist in an array of shape \(6, 40\)", lambda: sharpmax.softmax(x, 2)),
         (ValueError, "names one axis", lambda: sharpmax.softmax(x, (0, -2))),
+        (
+            TypeError,
+            "axis to be a whole number, several, or None, got 1.0",
+            lambda: sharpmax.softmax(x, any_object(1.0)),
+        ),
+        (TypeError, "beta to be a number or an array, got str", lambda: sharpmax.softmax(x, beta=any_object("2"))),
         (TypeError, "boolean array, got float32", lambda: sharpmax.softmax(x, where=x)),
         (TypeError, "boolean array, got bool", lambda: sharpmax.softmax(x, where=True)),
         (ValueError, "where to broadcast", lambda: sharpmax.softmax(x, where=make(library, [True, False], "bool"))),
@@ -294,6 +310,15 @@ def test_bad_input_is_refused_in_one_sentence(library: str) -> None:
 def any_object(value: object) -> Any:
     """``value``, whatever a type checker would say."""
     return value
+
+
+def test_arrays_of_two_libraries_are_refused() -> None:
+    with pytest.raises(TypeError, match="where to be a torch array like the logits, got a numpy array"):
+        sharpmax.softmax(torch.ones(3), where=np.ones(3, bool))
+    with pytest.raises(TypeError, match="beta to be a numpy array like the logits, got a torch array"):
+        sharpmax.softmax(np.ones((2, 3)), beta=torch.ones(2))
+    np.testing.assert_allclose(sharpmax.softmax(jnp.ones(4), where=np.arange(4) < 2), [0.5, 0.5, 0, 0])
+    np.testing.assert_allclose(sharpmax.softmax(np.ones((2, 4)), any_object(np.int64(1)), beta=np.float32(2)), 0.25)
 
 
 def test_lists_are_refused_with_the_remedy() -> None:

@@ -93,6 +93,13 @@ def test_a_fully_masked_row_is_the_identity_of_merge(library: str) -> None:
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
+def test_parts_further_apart_than_the_type_reaches_merge(library: str) -> None:
+    high, low = (sharpmax.row_stats(make(library, [value])) for value in (3e38, -1.6e38))
+    for merged in (high.merge(low), low.merge(high)):
+        assert (float(merged.sum), float(merged.moment), int(merged.count)) == (1.0, 0.0, 2)
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
 def test_gradients_of_lse_mean_and_entropy(library: str) -> None:
     x = ROWS[0, 0]
     p = np.exp(x - np.log(np.sum(np.exp(x))))

@@ -64,9 +64,9 @@ def test_lengths_are_exact_integers_however_large() -> None:
     import mpmath
 
     with mpmath.workdps(500):
-        for spread in (32.74, 100.0, 900.0):
-            expected = int(mpmath.floor(mpmath.exp(mpmath.mpf(repr(spread))) * 100)) + 1
-            assert theory.dispersion_length(spread, 0.01).paper == expected
+        for spread, power in ((32.74, 2), (100.0, 2), (900.0, 2), (1.0, 60), (5.69, 300)):
+            expected = int(mpmath.floor(mpmath.exp(mpmath.mpf(repr(spread))) * 10**power)) + 1
+            assert theory.dispersion_length(spread, float(f"1e-{power}")).paper == expected
 
 
 def test_the_n_of_corollary_b1() -> None:

@@ -51,6 +51,14 @@ def test_the_slope_of_the_entropy(library: str, beta: float) -> None:
     assert np.all(slope <= 0)
 
 
+def test_the_slope_of_narrow_types_and_of_hard_rows() -> None:
+    assert theory.entropy_slope(np.array([400, 0, 0], np.float16)) == 0
+    assert theory.entropy_slope(np.array([1e20, 0, 0], np.float32)) == 0
+    assert theory.entropy_slope(np.array([1.0, 2.0]), np.inf) == 0
+    narrow, wide = (theory.entropy_slope(np.array([1000, 1001, 1002], t)) for t in (np.float16, np.float64))
+    assert narrow == pytest.approx(wide, rel=1e-5)
+
+
 def test_masked_logits_do_not_enter_the_slope() -> None:
     x = RNG.normal(size=(3, 8))
     padded = np.concatenate([x, np.full((3, 2), -np.inf)], axis=1)

@@ -6,6 +6,7 @@ library adds beyond it (stopping a gradient, compiling, working on large arrays 
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -165,19 +166,31 @@ class Rows(NamedTuple):
         return y
 
 
+def _whole(axis: Any) -> int:
+    try:
+        return operator.index(axis)
+    except TypeError:
+        raise TypeError(f"expected axis to be a whole number, several, or None, got {axis!r}") from None
+
+
 def rows_of(x: Array, axis: int | tuple[int, ...] | None) -> Rows:
     """The rows of ``x`` along ``axis`` (one axis, several, or ``None`` for all of them)."""
     rank = len(x.shape)
     if axis is None:
-        axes = tuple(range(rank))
-    else:
-        axes = (axis,) if isinstance(axis, int) else tuple(axis)
-        for a in axes:
-            if not -rank <= a < rank:
-                raise ValueError(f"axis {a} does not exist in an array of shape {tuple(x.shape)}")
-        axes = tuple(sorted(a % rank for a in axes))
+        return Rows(tuple(x.shape), tuple(range(rank)))
+    axes: tuple[int, ...] = ()
+    for a in axis if isinstance(axis, tuple | list) else (axis,):
+        if not isinstance(a, int):
+            a = _whole(a)  # noqa: PLW2901
+        # Compared one by one, an axis that torch.compile holds as a symbol becomes the plain number it is.
+        named = [i for i in range(rank) if a == i or a + rank == i]
+        if not named:
+            raise ValueError(f"axis {a} does not exist in an array of shape {tuple(x.shape)}")
+        axes += tuple(named)
+    if len(axes) > 1:
         if len(set(axes)) != len(axes):
             raise ValueError(f"axis {axis} names one axis of shape {tuple(x.shape)} twice")
+        axes = tuple(sorted(axes))
     return Rows(tuple(x.shape), axes)
 
 
@@ -199,7 +212,8 @@ def logit_rows(x: Array, axis: int | tuple[int, ...] | None, where: Array | None
         if getattr(where, "dtype", None) is None or dtype_name(where) != "bool":
             got = dtype_name(where) if hasattr(where, "dtype") else type(where).__name__
             raise TypeError(f"expected where to be a boolean array, got {got}")
-        if not _broadcasts(tuple(where.shape), rows.shape):
+        _check_library(lib, where, "where")
+        if not broadcasts(tuple(where.shape), rows.shape):
             raise ValueError(
                 f"expected where to broadcast against logits of shape {rows.shape}, got shape {tuple(where.shape)}"
             )
@@ -211,7 +225,12 @@ def row_values(lib: Library, rows: Rows, values: Array | float, dtype: Any, devi
     """``values`` (a number, or an array that broadcasts against the batch shape) as one number per row."""
     if isinstance(values, int | float):
         return lib.xp.full((product(rows.batch),), float(values), dtype=dtype, device=device)
-    if not _broadcasts(tuple(values.shape), rows.batch):
+    if not hasattr(values, "shape"):
+        raise TypeError(f"expected {what} to be a number or an array, got {type(values).__name__}")
+    if isinstance(values, np.generic):
+        return lib.xp.full((product(rows.batch),), float(values), dtype=dtype, device=device)
+    _check_library(lib, values, what)
+    if not broadcasts(tuple(values.shape), rows.batch):
         raise ValueError(
             f"expected {what} to broadcast against the rows of shape {rows.batch}, got shape {tuple(values.shape)}"
         )
@@ -219,7 +238,15 @@ def row_values(lib: Library, rows: Rows, values: Array | float, dtype: Any, devi
     return lib.xp.reshape(values, (product(rows.batch),))
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def _check_library(lib: Library, x: Array, what: str) -> None:
+    """Refuse an array of another library; JAX takes NumPy's."""
+    name = library_of(x).name
+    if name != lib.name and (lib.name, name) != ("jax", "numpy"):
+        raise TypeError(f"expected {what} to be a {lib.name} array like the logits, got a {name} array")
+
+
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether an array of ``shape`` broadcasts against ``to``."""
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .arrays import to_numpy
+from .arrays import MASK_THRESHOLD, broadcasts, floating_dtype, to_numpy
 from .policies.entropy import Beyond, EntropyCurve, EntropyPolynomial
 from .stats import row_stats
 
@@ -54,11 +54,19 @@ def optimal_temperatures(
     """
     if method not in ("exact", "grid"):
         raise ValueError(f"expected method to be 'exact' or 'grid', got {method!r}")
-    s = to_numpy(logits)
-    wanted = to_numpy(target, np.int64)
-    valid = np.isfinite(s) if where is None else np.isfinite(s) & np.broadcast_to(to_numpy(where, bool), s.shape)
+    logits = logits if hasattr(logits, "dtype") else np.asarray(logits, np.float64)
+    threshold = MASK_THRESHOLD[floating_dtype(logits)]
+    s, wanted = to_numpy(logits), to_numpy(target, np.int64)
     if s.ndim != 2 or wanted.shape != s.shape[:1]:
         raise ValueError(f"expected logits [rows, n] and target [rows], got shapes {s.shape} and {wanted.shape}")
+    valid = ~(s < threshold)  # the mask rule of row_stats
+    if where is not None:
+        keep = to_numpy(where, bool)
+        if not broadcasts(keep.shape, s.shape):
+            raise ValueError(f"expected where to broadcast against logits of shape {s.shape}, got shape {keep.shape}")
+        valid &= keep
+    if not np.all(np.isfinite(s[valid])):
+        raise ValueError("expected logits that are finite or masked, got NaN or +inf")
     rows = np.arange(len(s))
     if np.any((wanted < 0) | (wanted >= s.shape[1])) or not np.all(valid[rows, wanted]):
         raise ValueError("expected every target to be the index of a logit that is not masked")
@@ -161,6 +169,7 @@ def fit_monotone(
     order = np.argsort(h, kind="stable")
     bins = [b for b in np.array_split(order, min(knots, len(order))) if len(b)]
     at, values, weights = ([float(f(b)) for b in bins] for f in (lambda b: h[b].mean(), lambda b: beta[b].mean(), len))
+    at = np.maximum.accumulate(at).tolist()  # the means of equal entropies may differ by a rounding
     increasing = _isotonic(values, weights)
     curve: dict[float, list[float]] = {}
     for entropy, value in zip(at, increasing, strict=True):

@@ -104,10 +104,10 @@ def _records(inputs: Matrices) -> bool:
     torch = sys.modules["torch"]
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
         return False
+    if torch._C._are_functorch_transforms_active():
+        return False
     if torch.compiler.is_compiling():
         return True
-    if in_transform(inputs[0]):
-        return False
     unpack_dual = torch.autograd.forward_ad.unpack_dual
     return all(t is None or t.dtype == torch.bool or unpack_dual(t).tangent is None for t in inputs)
 

@@ -90,6 +90,7 @@ class RowStats(NamedTuple):
         for part in (self, other):
             empty = part.sum == 0
             shift = xp.where(empty, 0.0, part.max) - xp.where(empty, 0.0, highest)
+            shift = xp.maximum(shift, xp.full_like(shift, ZERO_EXPONENT))
             scale = xp.exp(shift)
             total = total + scale * part.sum
             moment = moment + scale * (part.moment + shift * part.sum)

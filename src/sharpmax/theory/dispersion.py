@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +65,8 @@ def dispersion_length(spread: float, epsilon: float, theta: float = 1.0) -> Disp
         raise ValueError(f"expected spread / theta to be at most {LARGEST_EXPONENT}, got {d:g}")
     if not 0 < epsilon <= 1:
         raise ValueError(f"expected epsilon to be above 0 and at most 1, got {epsilon}")
-    with decimal.localcontext(prec=60 + int(d / 2), Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN):
+    digits = 60 + int(d / 2) - math.floor(math.log10(epsilon))
+    with decimal.localcontext(prec=digits, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN):
         growth = (_decimal(spread) / _decimal(theta)).exp()
         reciprocal = 1 / _decimal(epsilon)
         return DispersionLength(_above(growth * reciprocal), _above(1 + growth * (reciprocal - 1)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..core.arrays import Array, library_of
+import math
+
+from ..core.arrays import Array, accumulation_dtype, library_of
 from ..core.softmax import softmax
 
 
@@ -35,8 +37,14 @@ def entropy_slope(x: Array, beta: Array | float = 1.0, axis: int = -1, where: Ar
 
     .. math:: \frac{dH}{d\beta} = -\beta \, \mathrm{Var}_{i \sim p}(x_i) \le 0
     """
-    xp = library_of(x).xp
-    p = softmax(x, axis, where, beta=beta)
-    kept = xp.where(p > 0, x, 0.0)
+    lib = library_of(x)
+    xp = lib.xp
+    wide = xp.astype(x, accumulation_dtype(lib, x), copy=False)
+    p = softmax(wide, axis, where, beta=beta)
+    # The variance of s - max, which is small where p is not 0.
+    kept = xp.where(p > 0, wide - xp.max(xp.where(p > 0, wide, -math.inf), axis=axis, keepdims=True), 0.0)
     mean = xp.sum(p * kept, axis=axis, keepdims=True)
-    return -beta * xp.sum(p * (kept - mean) ** 2, axis=axis)
+    variance = xp.sum(p * (kept - mean) ** 2, axis=axis)
+    if isinstance(beta, int | float):
+        return (0.0 if math.isinf(beta) else -beta) * variance
+    return -xp.where(xp.isinf(beta), 0.0, beta) * variance

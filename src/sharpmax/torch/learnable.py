@@ -29,7 +29,7 @@ class Learnable(torch.nn.Module):
 
     def forward(self, stats: RowStats) -> torch.Tensor:
         """Beta of every row."""
-        return self.structure.beta(stats, dict(self.named_parameters()))
+        return self.structure.beta(stats, {name: getattr(self, name) for name in self.structure.initial()})
 
     def extra_repr(self) -> str:
         """The structure, for ``repr``."""

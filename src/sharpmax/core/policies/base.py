@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+
+import numpy as np
 
 from ..arrays import Array, library_of
 from ..files import write_text
@@ -69,9 +72,10 @@ class Serialisable:
 
     kinds: ClassVar[dict[str, type[Serialisable]]] = {}
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        Serialisable.kinds[cls.__name__] = cls
+        if not abstract:
+            Serialisable.kinds[cls.__name__] = cls
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object from which :func:`policy_from_dict` makes the same policy."""
@@ -124,7 +128,7 @@ def _built(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     kind = value.get("kind")
-    if kind not in Serialisable.kinds:
+    if not isinstance(kind, str) or kind not in Serialisable.kinds:
         raise ValueError(f"unknown policy kind {kind!r}; known are {', '.join(sorted(Serialisable.kinds))}")
     cls = Serialisable.kinds[kind]
     known = {f.name for f in dataclasses.fields(cls) if f.init}  # pyright: ignore[reportArgumentType]
@@ -139,21 +143,37 @@ def _built(value: Any) -> Any:
 
 def check_number(value: Any, what: str, *, least: float = -math.inf) -> float:
     """``value`` as a float; refused unless it is a finite number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+    number = _number(value)
+    if not math.isfinite(number) or number < least:
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise ValueError(f"expected {what} to be a finite number{bound}, got {value!r}")
-    return float(value)
+    return number
+
+
+def _number(value: Any) -> float:
+    """``value`` as a float, NaN if it is not a number (text and truth values are none)."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def check_numbers(values: Any, what: str) -> tuple[float, ...]:
     """``values`` as a tuple of finite floats, at least one."""
-    try:
-        values = tuple(float(value) for value in values)
-    except (TypeError, ValueError):
-        raise ValueError(f"expected {what} to be a sequence of numbers, got {values!r}") from None
-    if not values or not all(math.isfinite(value) for value in values):
+    if isinstance(values, str) or not hasattr(values, "__iter__"):
+        raise ValueError(f"expected {what} to be a sequence of numbers, got {values!r}")
+    found = tuple(_number(value) for value in values)
+    if not found or not all(math.isfinite(value) for value in found):
         raise ValueError(f"expected {what} to be one or more finite numbers, got {values!r}")
-    return values
+    return found
+
+
+def check_choice(value: Any, what: str, choices: tuple[Any, ...]) -> None:
+    """Refuse ``value`` unless it is one of ``choices``, of the same type."""
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        raise ValueError(f"expected {what} to be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 def set_field(instance: Any, name: str, value: Any) -> None:

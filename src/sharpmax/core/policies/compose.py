@@ -43,9 +43,11 @@ class PerHead(Serialisable):
     policies: tuple[Policy, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.policies, tuple | list) or not self.policies:
+            raise ValueError(f"expected PerHead to have a sequence of one or more policies, got {self.policies!r}")
         set_field(self, "policies", tuple(self.policies))
-        if not self.policies:
-            raise ValueError("expected PerHead to have at least one policy, got none")
+        if any(isinstance(policy, PerHead) for policy in self.policies):
+            raise ValueError("expected the policies of PerHead to be for one head each, got another PerHead")
         for policy in self.policies:
             _check_policy(policy)
 

@@ -67,26 +67,31 @@ class EntropyPolynomial(Serialisable):
         candidates = [float(r.real) for r in turning if abs(r.imag) < 1e-9 and lo < r.real < hi] + [lo]
         if hi < math.inf:
             candidates.append(hi)
-        elif np.trim_zeros(np.asarray(self.coefficients[:-1]), "f")[:1] > 0:
+        elif any(c > 0 for c in np.trim_zeros(np.asarray(self.coefficients[:-1]), "f")[:1]):
             raise ValueError("beyond='hold_peak' needs a domain for a polynomial that grows without bound")
         return (
             lo if self.domain is not None else -math.inf,
             max(candidates, key=lambda h: np.polyval(self.coefficients, h)),
         )
 
-    def lower(self) -> Lowered:
-        """The numbers that a kernel takes."""
+    def lower(self) -> Lowered | None:
+        """The numbers that a kernel takes; ``None`` for ``beyond="raise"``, which must look at values first."""
+        return None if self.beyond == "raise" else self._lowered()
+
+    def _lowered(self) -> Lowered:
         lo, hi = self._range
         return Lowered("entropy", self.coefficients, lo, hi, self.threshold, self.floor)
 
     def __call__(self, stats: RowStats) -> Array:
         if self.beyond == "raise":
             self._check_domain(stats)
-        return self.lower()(stats)
+        return self._lowered()(stats)
 
     def _check_domain(self, stats: RowStats) -> None:
         if in_transform(stats.sum):
-            raise ValueError("beyond='raise' looks at values, which a compiled function has not; use 'hold_end' there")
+            raise ValueError(
+                "beyond='raise' looks at values, which a function being traced has not; use 'hold_end' there"
+            )
         assert self.domain is not None
         xp, entropy = library_of(stats.sum).xp, stats.entropy
         outside = (entropy > self.threshold) & ((entropy < self.domain[0]) | (entropy > self.domain[1]))

@@ -20,7 +20,7 @@ from .length import log_length_beta
 
 
 @dataclass(frozen=True)
-class LearnableStructure(Serialisable):
+class LearnableStructure(Serialisable, abstract=True):
     """The structure of a policy with parameters, one of each for every head (or one for all with ``heads=None``).
 
     Saved as JSON like any policy; the arrays are saved with the model they belong to.
@@ -31,7 +31,7 @@ class LearnableStructure(Serialisable):
     needs_spread: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.heads is not None and (not isinstance(self.heads, int) or self.heads < 1):
+        if self.heads is not None and (type(self.heads) is not int or self.heads < 1):
             raise ValueError(f"expected heads to be a number of heads or None, got {self.heads!r}")
 
     def initial(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from ..arrays import Array, library_of
 from ..stats import RowStats
-from .base import Lowered, Serialisable, check_number, log_count, set_field
+from .base import Lowered, Serialisable, check_choice, check_number, log_count, set_field
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class LogLength(Serialisable):
     def __post_init__(self) -> None:
         set_field(self, "scale", check_number(self.scale, "scale", least=0))
         set_field(self, "bias", check_number(self.bias, "bias"))
-        if self.power not in (1, 2):
-            raise ValueError(f"expected power to be 1 or 2, got {self.power!r}")
+        check_choice(self.power, "power", (1, 2))
+        check_choice(self.steps, "steps", (True, False))
         if self.reference is None:
             if self.power != 1 or self.steps:
                 raise ValueError("power and steps need a reference length")
