@@ -95,12 +95,22 @@ def test_bound_with_numbers_beyond_reading(command):
         (["bound", "--spread"], "--spread"),
         (["bound", "--width", "1"], "--width"),
         (["bound", "extra"], "extra"),
-        (["bounds"], "expected one of bound, train, reproduce"),
+        (["bounds"], "expected one of bound, fit, train, reproduce"),
         (["--loud"], "--loud"),
         (["reproduce", "fig99"], "got 'fig99'"),
-        (["reproduce", "fig99"], "fig5, dispersion, all"),
+        (["reproduce", "fig99"], "fig5, dispersion, table1, all"),
         (["reproduce", "dispersion", "--theta", "-1"], "theta"),
         (["reproduce", "dispersion", "--seed", "-1"], "--seed"),
+        (["reproduce", "table1", "--protocol", "blunt"], "expected a protocol to be one of paper, sharp"),
+        (["reproduce", "table1", "--checkpoint", "nowhere"], "nowhere holds no checkpoint"),
+        (["reproduce", "table1", "--sizes", "16,many"], "expected sizes to be different whole numbers"),
+        (["reproduce", "table1", "--sizes", "16,16"], "got '16,16'"),
+        (["reproduce", "table1", "--sizes", "1"], "from 2 to"),
+        (["reproduce", "table1", "--sets", "0"], "--sets"),
+        (["fit", "--checkpoint", "nowhere", "-o", "policy.json"], "nowhere holds no checkpoint"),
+        (["fit", "--checkpoint", "nowhere", "-o", "policy.json", "--sizes", "-3"], "got '-3'"),
+        (["fit", "--checkpoint", "nowhere", "-o", "policy.json", "--sets", "0"], "--sets"),
+        (["fit", "--checkpoint", "nowhere"], "--output"),
     ],
 )
 def test_bad_arguments_are_one_sentence_and_exit_code_2(command, arguments, says):
@@ -109,6 +119,15 @@ def test_bad_arguments_are_one_sentence_and_exit_code_2(command, arguments, says
     assert out == ""
     assert is_one_sentence(err), err
     assert says in err
+
+
+@pytest.mark.parametrize("command_line", [["reproduce", "table1"], ["fit", "-o", "policy.json"]])
+def test_a_foreign_checkpoint(command, tmp_path, command_line):
+    (tmp_path / "checkpoint.json").write_text('{"schema": "of another program"}')
+    code, out, err = command(*command_line, "--checkpoint", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert is_one_sentence(err), err
+    assert "of another program" in err
 
 
 def test_a_file_in_the_place_of_the_folder(command, tmp_path):

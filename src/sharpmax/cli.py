@@ -15,7 +15,7 @@ from rich.table import Table
 
 from . import __version__
 from .extras import require
-from .paper import EXHIBITS, user_input
+from .paper import EXHIBITS, InputError, user_input
 from .paper.bound import bound_report
 from .paper.published import GEMMA_SPREADS
 
@@ -51,6 +51,8 @@ Theta = Annotated[float, typer.Option(help="Temperature, above 0.")]
 Epsilon = Annotated[float, typer.Option(help="Every coefficient shall be below this; above 0 and at most 1.")]
 Out = Annotated[Path, typer.Option(help="Folder for the files; made if it is not there.", file_okay=False)]
 Seed = Annotated[int, typer.Option(help="Seed of the random logits.", min=0)]
+
+Sizes = Annotated[str | None, typer.Option(help="Numbers of items with commas between them, as in 16,32,64.")]
 
 
 def _version(asked: bool) -> None:
@@ -126,6 +128,56 @@ def train_max_retrieval(
     print(f"{out}: {seeds} heads after {run.step:,} steps, {_mean(last['accuracy']):.2%} right in training")
 
 
+@app.command()
+def fit(
+    checkpoint: Annotated[Path, typer.Option(help="Folder of trained max-retrieval heads.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File for the policy, JSON.", dir_okay=False)],
+    sizes: Sizes = None,
+    sets: Annotated[int, typer.Option(help="Validation sets for each size and seed.", min=1)] = 64,
+    monotone: Annotated[
+        bool, typer.Option("--monotone", help="Fit a curve that never decreases instead of a polynomial.")
+    ] = False,
+) -> None:
+    """Fit a policy to trained heads (Appendix F): the best temperature as a function of the entropy.
+
+    Sizes are 16 to 1,024 by default, and larger ones for heads that err too seldom there. The policy holds its value
+    beyond the entropies it was fitted on. Load it with sharpmax.load_policy.
+    """
+    require("jax", "experiments", "Fitting")
+    from .paper import max_retrieval
+
+    with user_input():
+        chosen = None if sizes is None else max_retrieval.parse_sizes(sizes)
+        heads = max_retrieval.find_heads(None, checkpoint)
+    fitted = max_retrieval.fit(heads.checkpoint, chosen, sets)
+    if not fitted.kept:
+        raise InputError(
+            "the true maximum had the largest logit in every validation set, so there is nothing to fit; "
+            "ask for larger --sizes or more --sets"
+        )
+    policy = fitted.samples.fit_monotone() if monotone else fitted.polynomial
+    policy.save(output)
+    _print_fit(fitted.to_dict(), policy, output)
+
+
+def _print_fit(report: dict[str, Any], policy: Any, output: Path) -> None:
+    counts = report["counts"].values()
+    total, largest, none = (sum(c[key] for c in counts) for key in ("total", "already_largest", "no_optimum"))
+    print(f"{len(counts)} sizes, {', '.join(f'{n:,}' for n in report['sizes'])}: {total:,} validation sets")
+    print(
+        f"kept {report['kept']:,}, dropped {total - report['kept']:,} "
+        f"({largest:,} where the true maximum has the largest logit already, {none:,} without a finite optimum)"
+    )
+    if hasattr(policy, "coefficients"):
+        print("coefficients, highest power first: " + ", ".join(f"{c:.6g}" for c in policy.coefficients))
+        for note in report["notes"]:
+            print(f"note: {note}")
+    else:
+        pairs = zip(policy.entropies, policy.betas, strict=True)
+        print("entropy, beta: " + "; ".join(f"{h:.4g}, {b:.4g}" for h, b in pairs))
+    print(output)
+
+
 def _mean(values: list[float | None]) -> float:
     return statistics.fmean(float("nan") if v is None else v for v in values)
 
@@ -142,11 +194,42 @@ def dispersion(out: Out = DEFAULT_OUT, spread: Spread = DEFAULT_SPREAD, theta: T
     _make("dispersion", out, spread=spread, theta=theta, seed=seed)
 
 
+@reproduce.command(help=EXHIBITS["table1"].description)
+def table1(
+    out: Out = DEFAULT_OUT,
+    protocol: Annotated[
+        str | None, typer.Option(help="What the heads were trained with: paper (the default), sharp, or a JSON file.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder of trained heads; by default those shipped for the protocol.")
+    ] = None,
+    sets: Annotated[
+        int | None, typer.Option(help="Sets for each size and seed; by default 64 on a CPU, 2,048 on a GPU.", min=1)
+    ] = None,
+    sizes: Sizes = None,
+) -> None:
+    """Table 1."""
+    if protocol is None and checkpoint is None:
+        protocol = "paper"
+    _make("table1", out, protocol=protocol, checkpoint=checkpoint, sets=sets, sizes=sizes, show=_show_table1)
+
+
 @reproduce.command("all")
 def every(out: Out = DEFAULT_OUT) -> None:
-    """Every exhibit, with its default options."""
+    """Every exhibit, with its default options; Table 1 for every protocol that has trained heads here."""
     for name in EXHIBITS:
-        _make(name, out)
+        _make(name, out, **({"show": _show_table1} if name == "table1" else {}))
+
+
+def _show_table1(data: dict[str, Any]) -> None:
+    from .paper.table1_views import rich_table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 130
+    console.print(rich_table(data))
+    for note in data["fit"]["notes"]:
+        console.print(f"Refitted polynomial: {note}.", soft_wrap=True)
 
 
 def _make(name: str, out: Path, **options: Any) -> None:
