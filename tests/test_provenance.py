@@ -10,6 +10,7 @@ import pytest
 import sharpmax
 from sharpmax import provenance as module
 from sharpmax.provenance import provenance
+from tests.nested import strings
 
 
 def test_it_is_json_with_device_versions_command_and_time():
@@ -47,13 +48,6 @@ def test_paths_inside_the_working_directory_become_relative(tmp_path, monkeypatc
 
 
 def test_no_absolute_path_anywhere():
-    def strings(value):
-        if isinstance(value, dict):
-            return [s for v in value.values() for s in strings(v)]
-        if isinstance(value, list):
-            return [s for v in value for s in strings(v)]
-        return [value] if isinstance(value, str) else []
-
     assert not [s for s in strings(provenance()) if s.startswith("/") or str(Path.home()) in s]
 
 

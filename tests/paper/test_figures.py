@@ -11,20 +11,13 @@ import pytest
 
 from sharpmax.paper import dispersion, fig5
 from sharpmax.paper.figures import numbers, render, save_exhibit, to_json
+from tests.nested import strings
 
 SMALL = {
     "fig5": lambda: fig5.data(points=31),
     "dispersion": lambda: dispersion.data(lengths=(1, 2, 10, 100, 1000, 10**6)),
 }
 MODULES = {"fig5": fig5, "dispersion": dispersion}
-
-
-def strings(value):
-    if isinstance(value, dict):
-        return [s for v in value.values() for s in strings(v)]
-    if isinstance(value, list):
-        return [s for v in value for s in strings(v)]
-    return [value] if isinstance(value, str) else []
 
 
 @pytest.mark.parametrize("name", list(MODULES))
