@@ -6,7 +6,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-OUT ?= results
+OUT ?= report
 
 # The type checker comes with its pinned wheel and node from another one: nothing is downloaded when it runs.
 export PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT := 1
@@ -31,7 +31,7 @@ unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 reproduce: $(INSTALLED)
-	$(BIN)/sharpmax reproduce all --out $(OUT)
+	$(BIN)/sharpmax reproduce all --out $(OUT) $(ARGS)
 
 benchmark: $(INSTALLED)
 	$(BIN)/python -m benchmarks.import_time

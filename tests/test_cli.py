@@ -1,5 +1,6 @@
 """The command line: what it prints, how it answers mistakes, what it needs."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -98,7 +99,7 @@ def test_bound_with_numbers_beyond_reading(command):
         (["bounds"], "expected one of bound, fit, train, reproduce"),
         (["--loud"], "--loud"),
         (["reproduce", "fig99"], "got 'fig99'"),
-        (["reproduce", "fig99"], "fig5, dispersion, table1, all"),
+        (["reproduce", "fig99"], "failure, depth, all"),
         (["reproduce", "dispersion", "--theta", "-1"], "theta"),
         (["reproduce", "dispersion", "--seed", "-1"], "--seed"),
         (["reproduce", "table1", "--protocol", "blunt"], "expected a protocol to be one of paper, sharp"),
@@ -222,11 +223,41 @@ def test_version(command):
     assert command("--version") == (0, f"sharpmax {sharpmax.__version__}\n", "")
 
 
-def test_module_and_reproduce_all(command, tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        type(EXHIBITS["fig5"]), "run", lambda self, out, **options: made.append(self.name) or [out / self.name]
-    )
+@pytest.fixture
+def made(monkeypatch):
+    """What exhibits are asked for, none of which is made: name, protocol and checkpoint."""
+    asked = []
+
+    def run(self, out, protocol=None, checkpoint=None, **options):
+        asked.append((self.name, protocol, checkpoint))
+        return [out / self.name]
+
+    monkeypatch.setattr(type(EXHIBITS["fig5"]), "run", run)
+    return asked
+
+
+def test_reproduce_all(command, tmp_path, made):
     code, out, _ = command("reproduce", "all", "--out", str(tmp_path))
-    assert (code, made) == (0, list(EXHIBITS))
-    assert out.split() == [str(tmp_path / name) for name in EXHIBITS]
+    wanted = [(exhibit.name, protocol) for exhibit in EXHIBITS.values() for protocol in exhibit.heads or (None,)]
+    assert (code, [asked[:2] for asked in made]) == (0, wanted)
+    assert ("table1", "sharp") in wanted
+    assert out.split() == [str(tmp_path / name) for name, _ in wanted] + [str(tmp_path / "index.html")]
+    assert "Not made" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+def test_reproduce_all_with_newly_trained_heads(command, tmp_path, made, monkeypatch):
+    from sharpmax.tasks import max_retrieval
+
+    train = max_retrieval.train
+
+    def shortly(protocol, seeds, out, **options):
+        return train(dataclasses.replace(protocol, steps=2), list(seeds)[:2], out, **options)
+
+    monkeypatch.setattr(max_retrieval, "train", shortly)
+    code, out, _ = command("reproduce", "all", "--train", "--out", str(tmp_path))
+    assert code == 0
+    assert "after 2 steps" in out
+    folders = {protocol: tmp_path / "checkpoints" / protocol for protocol in ("paper", "sharp")}
+    assert all(checkpoint == folders.get(protocol) for _, protocol, checkpoint in made)
+    for protocol, folder in folders.items():
+        assert max_retrieval.load_checkpoint(folder).protocol.schedule == max_retrieval.PRESETS[protocol].schedule

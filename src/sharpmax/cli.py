@@ -52,7 +52,18 @@ Epsilon = Annotated[float, typer.Option(help="Every coefficient shall be below t
 Out = Annotated[Path, typer.Option(help="Folder for the files; made if it is not there.", file_okay=False)]
 Seed = Annotated[int, typer.Option(help="Seed of the random logits.", min=0)]
 
+HeadProtocol = Annotated[
+    str | None, typer.Option(help="What the heads were trained with: paper (the default), sharp, or a JSON file.")
+]
+Heads = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", help="Folder of trained heads; by default those shipped for the protocol."),
+]
+HeadSeed = Annotated[int | None, typer.Option(help="Which head; by default the first.", min=0)]
 Sizes = Annotated[str | None, typer.Option(help="Numbers of items with commas between them, as in 16,32,64.")]
+Sets = Annotated[
+    int | None, typer.Option(help="Sets for each size and seed; by default 64 on a CPU, 2,048 on a GPU.", min=1)
+]
 
 
 def _version(asked: bool) -> None:
@@ -114,6 +125,10 @@ def train_max_retrieval(
     Uses a GPU if JAX has one. A checkpoint is written every few thousand steps; interrupt training whenever you like
     and give the same command again.
     """
+    _train(protocol, out, seeds, steps)
+
+
+def _train(protocol: str, out: Path, seeds: int = 10, steps: int | None = None) -> None:
     require("jax", "experiments", "Training")
     from .provenance import provenance
     from .tasks import max_retrieval
@@ -182,43 +197,102 @@ def _mean(values: list[float | None]) -> float:
     return statistics.fmean(float("nan") if v is None else v for v in values)
 
 
-@reproduce.command(help=EXHIBITS["fig5"].description)
-def fig5(out: Out = DEFAULT_OUT) -> None:
-    """Figure 5."""
-    _make("fig5", out)
-
-
 @reproduce.command(help=EXHIBITS["dispersion"].description)
 def dispersion(out: Out = DEFAULT_OUT, spread: Spread = DEFAULT_SPREAD, theta: Theta = 1.0, seed: Seed = 0) -> None:
     """The bounds of Lemma 2.1 and real rows."""
     _make("dispersion", out, spread=spread, theta=theta, seed=seed)
 
 
+@reproduce.command(help=EXHIBITS["fig2"].description)
+def fig2(
+    out: Out = DEFAULT_OUT, protocol: HeadProtocol = None, checkpoint: Heads = None, seed: HeadSeed = None
+) -> None:
+    """Figure 2."""
+    _make("fig2", out, protocol=protocol, checkpoint=checkpoint, seed=seed)
+
+
+@reproduce.command(help=EXHIBITS["fig5"].description)
+def fig5(out: Out = DEFAULT_OUT) -> None:
+    """Figure 5."""
+    _make("fig5", out)
+
+
+@reproduce.command(help=EXHIBITS["fig6"].description)
+def fig6(out: Out = DEFAULT_OUT, protocol: HeadProtocol = None, checkpoint: Heads = None) -> None:
+    """Figure 6."""
+    _make("fig6", out, protocol=protocol, checkpoint=checkpoint)
+
+
 @reproduce.command(help=EXHIBITS["table1"].description)
 def table1(
     out: Out = DEFAULT_OUT,
-    protocol: Annotated[
-        str | None, typer.Option(help="What the heads were trained with: paper (the default), sharp, or a JSON file.")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder of trained heads; by default those shipped for the protocol.")
-    ] = None,
-    sets: Annotated[
-        int | None, typer.Option(help="Sets for each size and seed; by default 64 on a CPU, 2,048 on a GPU.", min=1)
-    ] = None,
+    protocol: HeadProtocol = None,
+    checkpoint: Heads = None,
+    sets: Sets = None,
     sizes: Sizes = None,
 ) -> None:
     """Table 1."""
-    if protocol is None and checkpoint is None:
-        protocol = "paper"
     _make("table1", out, protocol=protocol, checkpoint=checkpoint, sets=sets, sizes=sizes, show=_show_table1)
 
 
+@reproduce.command(help=EXHIBITS["fig7"].description)
+def fig7(
+    out: Out = DEFAULT_OUT, protocol: HeadProtocol = None, checkpoint: Heads = None, seed: HeadSeed = None
+) -> None:
+    """Figure 7."""
+    _make("fig7", out, protocol=protocol, checkpoint=checkpoint, seed=seed)
+
+
+@reproduce.command(help=EXHIBITS["fig9"].description)
+def fig9(out: Out = DEFAULT_OUT, protocol: HeadProtocol = None, checkpoint: Heads = None) -> None:
+    """Figure 9."""
+    _make("fig9", out, protocol=protocol, checkpoint=checkpoint)
+
+
+@reproduce.command(help=EXHIBITS["failure"].description)
+def failure(out: Out = DEFAULT_OUT, protocol: HeadProtocol = None, checkpoint: Heads = None) -> None:
+    """Corollary B.1."""
+    _make("failure", out, protocol=protocol, checkpoint=checkpoint)
+
+
+@reproduce.command(help=EXHIBITS["depth"].description)
+def depth(out: Out = DEFAULT_OUT, seed: Seed = 0) -> None:
+    """Remark C.1."""
+    _make("depth", out, seed=seed)
+
+
 @reproduce.command("all")
-def every(out: Out = DEFAULT_OUT) -> None:
-    """Every exhibit, with its default options; Table 1 for every protocol that has trained heads here."""
-    for name in EXHIBITS:
-        _make(name, out, **({"show": _show_table1} if name == "table1" else {}))
+def every(
+    out: Out = DEFAULT_OUT,
+    sets: Sets = None,
+    retrain: Annotated[
+        bool, typer.Option("--train", help="Train the heads first, into OUT/checkpoints; goes on where it stopped.")
+    ] = False,
+) -> None:
+    """Every exhibit, for every protocol it is about, and one page with all of them: OUT/index.html.
+
+    The heads are those that come with a checkout, or, with --train, newly trained ones.
+    """
+    require("jax", "experiments", "The paper's experiments")
+    from .paper import max_retrieval, report
+
+    protocols = tuple(dict.fromkeys(name for exhibit in EXHIBITS.values() for name in exhibit.heads))
+    folders: dict[str, Path | None] = dict.fromkeys(protocols)
+    if retrain:
+        folders = {name: out / "checkpoints" / name for name in protocols}
+        for name, folder in folders.items():
+            assert folder is not None
+            _train(name, folder)
+    with user_input():
+        for name, folder in folders.items():
+            max_retrieval.find_heads(name, folder)
+    for exhibit in EXHIBITS.values():
+        for name in exhibit.heads:
+            table = {"sets": sets, "show": _show_table1} if exhibit.name == "table1" else {}
+            _make(exhibit.name, out, protocol=name, checkpoint=folders[name], **table)
+        if not exhibit.heads:
+            _make(exhibit.name, out)
+    print(report.write(out))
 
 
 def _show_table1(data: dict[str, Any]) -> None:

@@ -35,6 +35,8 @@ class Exhibit:
 
     name: str
     description: str
+    heads: tuple[str, ...] = ()
+    """Protocols whose trained heads ``sharpmax reproduce all`` makes it for; none for what needs no trained heads."""
 
     def run(self, out: Path, **options: Any) -> list[Path]:
         """Make the exhibit and write its files into the folder ``out``; returns their paths.
@@ -48,11 +50,21 @@ class Exhibit:
 EXHIBITS = {
     exhibit.name: exhibit
     for exhibit in (
-        Exhibit("fig5", "Figure 5: entropy of a 10-item power series over its base and the temperature."),
         Exhibit("dispersion", "Figure 1 with numbers: the largest coefficient against n between Lemma 2.1's bounds."),
+        Exhibit("fig2", "Figure 2: a trained head's coefficients over the 16 largest items as n doubles.", ("paper",)),
+        Exhibit("fig5", "Figure 5: entropy of a 10-item power series over its base and the temperature."),
         Exhibit(
-            "table1", "Table 1: accuracy of max retrieval against n, by policy, with paired t-tests over the seeds."
+            "fig6", "Figure 6: optimal temperatures against entropy, and the polynomials through them.", ("paper",)
         ),
+        Exhibit(
+            "table1",
+            "Table 1: accuracy of max retrieval against n, by policy, with paired t-tests over the seeds.",
+            ("paper", "sharp"),
+        ),
+        Exhibit("fig7", "Figure 7: the heat maps of Figure 2 with and without adaptive temperature.", ("paper",)),
+        Exhibit("fig9", "Figure 9: logit spread over training against the bound of Proposition 3.1.", ("paper",)),
+        Exhibit("failure", "Corollary B.1: the n from which a trained head errs on {a, b, b, ...}.", ("paper",)),
+        Exhibit("depth", "Remark C.1: one dispersed layer flattens all later ones, unless there are residuals."),
     )
 }
 """Every exhibit by name, in the order in which ``sharpmax reproduce all`` makes them."""

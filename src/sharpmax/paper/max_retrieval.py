@@ -60,9 +60,9 @@ def find_heads(protocol: str | None, directory: Path | None) -> Heads:
     return Heads(name, load_checkpoint(SHIPPED / name))
 
 
-def shipped_heads() -> list[Heads]:
-    """All heads that this checkout has."""
-    return [find_heads(name, None) for name in PRESETS if (SHIPPED / name).is_dir()]
+def file_name(exhibit: str, heads: Heads) -> str:
+    """What the files of an exhibit of these heads are called: that of the protocol ``paper`` has the plain name."""
+    return exhibit if heads.name == "paper" else f"{exhibit}_{heads.name}"
 
 
 def _differences(checkpoint: Checkpoint, protocol: Any) -> list[str]:

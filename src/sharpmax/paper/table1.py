@@ -18,7 +18,7 @@ from ..core.policies import PAPER, Constant, EntropyPolynomial, Hard, LogLength,
 from ..tasks.max_retrieval import evaluate, paired_p_values
 from . import user_input
 from .figures import PAGE, save_exhibit
-from .max_retrieval import Heads, find_heads, fit, parse_sizes, shipped_heads
+from .max_retrieval import Heads, file_name, find_heads, fit, parse_sizes
 from .published import TABLE1
 from .table1_views import csv_text, draw, markdown
 
@@ -168,27 +168,25 @@ def run(
 
     Args:
       out: folder for the files. They are called ``table1`` for the protocol ``paper``, else ``table1_NAME``.
-      protocol: a preset or a protocol file; without it and ``checkpoint``, every protocol that has shipped heads.
+      protocol: a preset or a protocol file; without it and ``checkpoint``, ``paper``.
       checkpoint: folder of the heads, if not the shipped ones.
       sets: sets for each size and seed; by default as many as :data:`SETS` says.
       sizes: numbers of items with commas between them; by default those of the paper.
-      show: called with the data of every table.
+      show: called with the data of the table.
     """
     with user_input():
         chosen = TABLE1.sizes if sizes is None else parse_sizes(sizes)
         if sets is not None and sets < 1:
             raise ValueError(f"expected sets to be at least 1, got {sets}")
-        every = shipped_heads() if protocol is None and checkpoint is None else [find_heads(protocol, checkpoint)]
+        heads = find_heads(protocol, checkpoint)
     sets = SETS.get(jax.default_backend(), SETS["gpu"]) if sets is None else sets
-    paths: list[Path] = []
-    for heads in every:
-        name = "table1" if heads.name == "paper" else f"table1_{heads.name}"
-        with _progress_bar(f"{name}, {sets:,} sets a size and seed", sum(chosen)) as tell:
-            table = data(heads, chosen, sets, tell)
-        paths += save_exhibit(out, name, table, draw, (PAGE, 3.2))
-        for suffix, text in (("csv", csv_text(table)), ("md", markdown(table))):
-            write_text(out / f"{name}.{suffix}", text)
-            paths.append(out / f"{name}.{suffix}")
-        if show is not None:
-            show(table)
+    name = file_name("table1", heads)
+    with _progress_bar(f"{name}, {sets:,} sets a size and seed", sum(chosen)) as tell:
+        table = data(heads, chosen, sets, tell)
+    paths = save_exhibit(out, name, table, draw, (PAGE, 3.2))
+    for suffix, text in (("csv", csv_text(table)), ("md", markdown(table))):
+        write_text(out / f"{name}.{suffix}", text)
+        paths.append(out / f"{name}.{suffix}")
+    if show is not None:
+        show(table)
     return paths

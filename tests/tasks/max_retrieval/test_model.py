@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import sharpmax
+from benchmarks.listing import Model, features
 from sharpmax.tasks.max_retrieval import model
 from sharpmax.tasks.max_retrieval.data import Batch, Stream, sample, stream_key
-from tests.tasks.max_retrieval.listing import Model, features
 
 pytestmark = pytest.mark.filterwarnings("ignore:The inputs_kv arg:DeprecationWarning")  # the listing is as printed
 

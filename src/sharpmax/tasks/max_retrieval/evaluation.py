@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from ...core.softmax import softmax
 from ...core.stats import RowStats, row_stats
 from .data import Batch, Stream, sample_sets, stream_key
 from .model import FEATURES, Params, folded_query, hidden, item_logits, read
+from .step import COMPILER_OPTIONS
 
 MEMORY = {"cpu": 64 << 20, "gpu": 2 << 30}
 """Bytes that the vectors of the items worked on at a time may take, by platform."""
@@ -100,7 +101,7 @@ def evaluate(
     options = {"sets": sets, "policies": tuple(named.values()), "stream": stream, "precision": precision}
     for n in sizes:
         plan = _plan(len(seeds), sets, n, _memory(memory))
-        result = _evaluate_size(params, member_seeds, n=n, plan=plan, **options)
+        result = _compiled(jax.default_backend())(params, member_seeds, n=n, plan=plan, **options)
         results.append(jax.tree.map(np.asarray, result))
         if progress is not None:
             progress(n)
@@ -130,7 +131,13 @@ def _plan(members: int, sets: int, n: int, memory: int) -> _Plan:
     return _Plan(side_by_side, -(-sets // groups), n)
 
 
-@partial(jax.jit, static_argnames=("n", "sets", "policies", "stream", "precision", "plan"))
+@cache
+def _compiled(platform: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """:func:`_evaluate_size`, compiled for a platform."""
+    static = ("n", "sets", "policies", "stream", "precision", "plan")
+    return jax.jit(_evaluate_size, static_argnames=static, compiler_options=COMPILER_OPTIONS.get(platform))
+
+
 def _evaluate_size(
     params: Params,
     seeds: jax.Array,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -26,6 +27,10 @@ from .data import CLASSES, Batch
 
 FEATURES = 128
 ATTENTION = "MultiHeadDotProductAttention_0"
+
+PARTS = {"cpu": 1, "gpu": 16}
+"""Into how many parts the rows of a batch are taken for the gradient of a kernel, by platform. One product of many rows
+keeps little of a GPU busy; several and their sum keep more of it."""
 
 Params: TypeAlias = dict[str, Any]
 
@@ -88,8 +93,12 @@ def hidden(params: Params, priority: jax.Array, category: jax.Array, precision: 
     """``h_i = psi_x(x_i)`` of Equation 9, ``[..., n, 128]``."""
     first, second = params["Dense_0"], params["Dense_1"]
     x = jax.nn.gelu(_first_layer(first["kernel"], first["bias"], priority.reshape(-1), category.reshape(-1)))
-    h = jax.nn.gelu(jnp.matmul(x, second["kernel"], precision=precision) + second["bias"])
+    h = jax.nn.gelu(_second_layer(x, second["kernel"], precision) + second["bias"])
     return h.reshape(*priority.shape, FEATURES)
+
+
+def _parts(rows: int) -> int:
+    return math.gcd(rows, PARTS.get(jax.default_backend(), 1))
 
 
 @jax.custom_vjp
@@ -114,11 +123,38 @@ def _first_layer_backward(
     rows = jnp.arange(CLASSES)[:, None]
     onehot = (category == rows).astype(gradient.dtype)
     features = jnp.concatenate([priority.astype(gradient.dtype)[None], onehot])
-    d_kernel = jnp.matmul(features, gradient, precision="highest")
+    parts = _parts(len(priority))
+    inputs, outputs = features.reshape(1 + CLASSES, parts, -1), gradient.reshape(parts, -1, FEATURES)
+    d_kernel = jnp.einsum("fpr,pre->pfe", inputs, outputs, precision="highest").sum(axis=0)
     return d_kernel, jnp.sum(d_kernel[1:], axis=0), None, None
 
 
 _first_layer.defvjp(_first_layer_forward, _first_layer_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _second_layer(x: jax.Array, kernel: jax.Array, precision: Any) -> jax.Array:
+    """``x W`` of items in a row."""
+    return jnp.matmul(x, kernel, precision=precision)
+
+
+def _second_layer_forward(
+    x: jax.Array, kernel: jax.Array, precision: Any
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _second_layer(x, kernel, precision), (x, kernel)
+
+
+def _second_layer_backward(
+    precision: Any, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, kernel = saved
+    parts = _parts(len(x))
+    inputs, outputs = (a.reshape(parts, -1, FEATURES) for a in (x, gradient))
+    d_kernel = jnp.einsum("prd,pre->pde", inputs, outputs, precision=precision).sum(axis=0)
+    return jnp.matmul(gradient, kernel.T, precision=precision), d_kernel
+
+
+_second_layer.defvjp(_second_layer_forward, _second_layer_backward)
 
 
 def embed_query(params: Params, query: jax.Array, precision: Any = "highest") -> jax.Array:

@@ -114,7 +114,7 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | str]] = {
     "gpu": {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 }
 """By platform: what makes a resumed run equal an uninterrupted one to the bit. Kernels that are chosen by timing them
-may be others in the next process."""
+may be others in the next process, and timing them takes most of a minute."""
 
 
 @cache

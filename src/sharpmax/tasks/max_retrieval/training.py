@@ -115,7 +115,7 @@ def _run(
         raise ValueError(f"expected chunk to be at least 1, got {chunk}")
     fixed, steps = Fixed.of(protocols), protocols[0].steps
     member_seeds = jnp.asarray(np.tile(np.asarray(seeds, np.uint32), len(protocols)))
-    values = _stacked([numbers(protocol) for protocol in protocols for _ in seeds])
+    values = numbers_of(protocols, len(seeds))
     step, histories, before = 0, [[] for _ in protocols], 0.0
     if begun is None:
         state = initial_state(member_seeds, fixed)
@@ -163,11 +163,13 @@ def _run(
         ]
 
 
-def _stacked(members: list[Numbers]) -> Numbers:
+def numbers_of(protocols: list[Protocol], seeds: int) -> Numbers:
+    """The numbers of every member, ``[members]`` each: protocol by protocol, seed by seed."""
+
     def stack(*values: float) -> jax.Array:
         return jnp.asarray(np.asarray(values, np.int32 if isinstance(values[0], int) else np.float32))
 
-    return jax.tree.map(stack, *members)
+    return jax.tree.map(stack, *(numbers(protocol) for protocol in protocols for _ in range(seeds)))
 
 
 def _placed(tree: Any, members: int) -> Any:

@@ -1,4 +1,4 @@
-"""The network of Appendix A.3 as printed, the reference of every test of the folded one."""
+"""The network of Appendix A.3 as printed: the reference of tests of the folded one, and the peer of its speed."""
 
 from collections.abc import Callable
 
