@@ -61,10 +61,10 @@ GRIDS = {
         "const decoupled 1": l2(1.0, "decoupled"),
         "const decoupled 1e-1": l2(1e-1, "decoupled"),
     },
-    # What A.4 also leaves open: the precision of matrix products, in training and evaluation.
+    # What A.4 also leaves open: the precision of matrix products, in training and evaluation ("highest" above).
     "precision": {
-        precision: Protocol(l2=1e-3, l2_kind="half", l2_on="kernels", precision=precision)
-        for precision in ("highest", "high", "default")
+        f"const half 1e-3 kernels {precision}": Protocol(l2=1e-3, l2_kind="half", l2_on="kernels", precision=precision)
+        for precision in ("high", "default")
     },
     # One idea at a time on top of a learning rate that decays to 0.
     "recipe": {
