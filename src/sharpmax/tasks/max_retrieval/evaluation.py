@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -226,7 +226,13 @@ def _attention(
     return jnp.moveaxis(e, 0, -2).reshape(sets, -1)[:, :n], contract
 
 
-@partial(jax.jit, static_argnames=("n", "sets", "stream", "precision", "items"))
+@cache
+def _compiled_logits(platform: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """:func:`_logits`, compiled for a platform."""
+    static = ("n", "sets", "stream", "precision", "items")
+    return jax.jit(_logits, static_argnames=static, compiler_options=COMPILER_OPTIONS.get(platform))
+
+
 def _logits(
     params: Params, seed: jax.Array, *, n: int, sets: int, stream: Stream, precision: str, items: int
 ) -> tuple[jax.Array, jax.Array]:
@@ -252,7 +258,7 @@ def sample_logits(
     """The attention logits ``[sets, n]`` of one head, up to a constant, and the true maximum's index ``[sets]``."""
     items = max(1, _memory(memory) // VECTOR_BYTES)
     options = {"stream": stream, "precision": precision, "items": items}
-    e, target = _logits(params, jnp.uint32(seed), n=n, sets=sets, **options)
+    e, target = _compiled_logits(jax.default_backend())(params, jnp.uint32(seed), n=n, sets=sets, **options)
     return np.asarray(e), np.asarray(target)
 
 
