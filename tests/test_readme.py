@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.doc_tables import TABLES
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -64,6 +66,11 @@ def test_relative_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("**/*.md")]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize(("page", "table"), [(page, table) for page, tables in TABLES.items() for table in tables])
+def test_tables_are_those_of_the_result_files(page: str, table: str) -> None:
+    assert table in (ROOT / page).read_text(encoding="utf-8"), f"{page} should have\n{table}"
 
 
 def test_the_speed_table_is_that_of_the_result_file() -> None:

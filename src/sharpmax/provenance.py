@@ -108,9 +108,11 @@ def _versions() -> dict[str, str]:
 def _git() -> dict[str, Any] | None:
     """The commit of the checkout that this package runs from, and whether its sources were changed since.
 
-    A copy of a checkout without its history may name the commit in the environment variable SHARPMAX_COMMIT; whether it
-    was changed is then not known.
+    A copy of a checkout whose history is missing or behind names the commit in the environment variable
+    SHARPMAX_COMMIT; whether it was changed is then not known.
     """
+    if named := os.environ.get("SHARPMAX_COMMIT"):
+        return {"commit": named, "dirty": None}
     package = Path(__file__).resolve().parent
     root = package.parent.parent
     if package == root / "src" / "sharpmax" and (root / ".git").exists():
@@ -118,8 +120,7 @@ def _git() -> dict[str, Any] | None:
         changes = _output("git", "-C", str(root), "status", "--porcelain", "--", *SOURCES)
         if commit and changes is not None:
             return {"commit": commit, "dirty": bool(changes)}
-    named = os.environ.get("SHARPMAX_COMMIT")
-    return {"commit": named, "dirty": None} if named else None
+    return None
 
 
 def _output(*command: str) -> str | None:

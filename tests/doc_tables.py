@@ -1,0 +1,92 @@
+"""The tables of the README and the docs, made from result files: a page must hold each of them word for word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+
+
+def load(path: str) -> dict[str, Any]:
+    return json.loads((ROOT / path).read_text(encoding="utf-8"))
+
+
+def markdown(head: list[str], lines: list[list[str]], indent: str = "") -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"{indent}| {' | '.join(row)} |" for row in rows).replace("| --- ", "|---").replace("---|", "---|")
+
+
+def percent(accuracy: Any) -> list[str]:
+    return [f"{100 * mean:.1f}" for mean in np.mean(np.asarray(accuracy, float), axis=1)]
+
+
+def accuracy_table(path: str, rows: dict[str, str], paper: bool = True) -> str:
+    """Accuracy in % by size: ours, and the paper's rows where ``paper``."""
+    data = load(path)
+    lines = [[label, *percent(data["rows"][name]["accuracy"])] for name, label in rows.items()]
+    if paper:
+        printed = data["paper"]["rows"]
+        labels = {"softmax": "*the paper's softmax*", "adaptive": "*the paper's adaptive*"}
+        lines += [[label, *(f"{100 * a:.1f}" for a in printed[name]["accuracy"])] for name, label in labels.items()]
+    return markdown(["", *(f"{n:,}" for n in data["sizes"])], lines)
+
+
+def study_table(grid: str, sizes: tuple[int, ...], policies: dict[str, str]) -> str:
+    """Accuracy in % of every protocol of a grid, a column for each policy and size."""
+    data = load(f"results/studies/max_retrieval_{grid}.json")
+    at = [list(data["sizes"]).index(n) for n in sizes]
+    head = ["", *(f"{label}, {n:,}" for label in policies.values() for n in sizes)]
+    lines = [
+        [f"`{name}`", *(percent(row[policy])[i] for policy in policies for i in at)]
+        for name, row in data["results"].items()
+    ]
+    return markdown(head, lines)
+
+
+def training_speed() -> str:
+    """Seed-steps per second, and their ratio to the listing's."""
+    lines = []
+    for device, label in (("cpu", "two CPU cores"), ("cuda", "one H200")):
+        found = load(f"benchmarks/results/max_retrieval_{device}.json")["compare"]
+        rates, ratios = found["seed_steps_per_second"], found["ratio_to_listing"]
+        cells = [f"{rates[name]:,.0f} ({ratios[name]:.1f}x)" for name in ("sharpmax_1", "sharpmax_10")]
+        lines.append([label, f"{rates['listing']:,.0f}", *cells])
+    return markdown(["", "the paper's listing", "sharpmax, one head", "ten heads together"], lines)
+
+
+SHORT = {
+    "softmax": "softmax",
+    "adaptive": "adaptive (`PAPER`)",
+    "constant_4": "constant beta = 4",
+    "hard": "hard (temperature 0)",
+}
+ALL = {
+    "softmax": "softmax",
+    "adaptive": "adaptive, the paper's polynomial",
+    "refitted": "adaptive, refitted",
+    "refitted_held": "adaptive, refitted, range-safe",
+    "log_n": "log n / log 16",
+    "constant_4": "constant beta = 4",
+    "hard": "hard (theta = 0)",
+}
+STUDIED = {"softmax": "softmax", "PAPER": "adaptive"}
+TABLES = {
+    "README.md": [
+        accuracy_table("results/table1.json", SHORT),
+        accuracy_table("results/table1_sharp.json", SHORT, paper=False),
+    ],
+    "docs/max_retrieval.md": [
+        accuracy_table("results/table1.json", ALL),
+        accuracy_table("results/table1_sharp.json", ALL, paper=False),
+        accuracy_table("results/long/table1_sharp.json", ALL, paper=False),
+        study_table("paper", (512, 1024, 4096, 16384), STUDIED),
+        study_table("precision", (512, 1024, 4096, 16384), STUDIED),
+        study_table("recipe", (1024, 4096, 16384), {"softmax": "softmax", "const4": "beta = 4"}),
+        study_table("combined", (16384, 131072), {"softmax": "softmax", "const4": "beta = 4"}),
+        training_speed(),
+    ],
+}
