@@ -36,6 +36,7 @@ reproduce: $(INSTALLED)
 benchmark: $(INSTALLED)
 	$(BIN)/python -m benchmarks.import_time
 	$(BIN)/python -m benchmarks.softmax
+	$(BIN)/python -m benchmarks.max_retrieval
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -125,11 +126,11 @@ def whole(steps: int, sets: int | None) -> dict[str, Any]:
     Without it, training goes by the rate after the first chunk, and Table 1 is made a second time.
     """
     protocol = dataclasses.replace(PROTOCOL, steps=steps)
-    sets = table1.SETS.get(jax.default_backend(), 64) if sets is None else sets
+    count = table1.SETS.get(jax.default_backend(), 64) if sets is None else sets
     heads = find_heads("paper", SHIPPED / "paper")
     rates: list[float] = []
     training = seconds(lambda: train(protocol, range(SEEDS), progress=lambda p: rates.append(p.steps_per_second)))
-    table = [seconds(lambda: table1.data(heads, table1.TABLE1.sizes, sets)) for _ in range(2)]
+    table = [seconds(lambda: table1.data(heads, table1.TABLE1.sizes, count)) for _ in range(2)]
     times = {
         "with_compilation": {"training": training, "table1": table[0]},
         "without_compilation": {"training": steps / rates[-1], "table1": table[1]},
@@ -137,7 +138,7 @@ def whole(steps: int, sets: int | None) -> dict[str, Any]:
     return {
         "steps": steps,
         "seeds": SEEDS,
-        "sets": sets,
+        "sets": count,
         "sizes": list(table1.TABLE1.sizes),
         **{name: {key: round(value, 1) for key, value in by.items()} for name, by in times.items()},
     }
@@ -158,7 +159,7 @@ def main() -> None:
     if arguments.steps:
         content["whole"] = whole(arguments.steps, arguments.sets)
         print(json.dumps(content["whole"], indent=2), flush=True)
-    content["provenance"] = provenance()
+    content["provenance"] = provenance(["python", "-m", "benchmarks.max_retrieval", *sys.argv[1:]])
     default = Path(__file__).parent / "results" / f"max_retrieval_{'cuda' if platform == 'gpu' else platform}.json"
     write_text(arguments.out or default, json.dumps(content, indent=2) + "\n")
 

@@ -1,9 +1,10 @@
 """How to train the head of Appendix A: which reading of A.4 comes closest to Table 1, and which recipe goes furthest.
 
-    python -m studies.max_retrieval {paper,precision,recipe,combined} [--seeds 5] [--steps 100000]
+    python -m studies.max_retrieval {paper,precision,recipe,combined,policy} [--seeds 5] [--steps 100000]
 
-All protocols of one matmul precision train together in one program (about three minutes for a grid on one H200), and
-every one is evaluated at that precision on the same 512 sets a size and seed. Only sizes 5 to 16 are ever trained on.
+All protocols of one policy and matmul precision train together in one program (about three minutes for a grid on one
+H200), and every one is evaluated at that precision on the same 512 sets a size and seed, which nothing else is trained,
+fitted or evaluated on. Only sizes 5 to 16 are ever trained on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
 from sharpmax.tasks import max_retrieval
 from sharpmax.tasks.max_retrieval import Protocol
+from sharpmax.tasks.max_retrieval.data import Stream
 
 RESULTS = Path(__file__).parents[1] / "results" / "studies"
 SETS = 512
 SIZES = (16, 64, 256, 512, 1024, 4096, 16384)
 LONG_SIZES = (16, 1024, 16384, 131072)
+LONG = ("combined", "policy")
+"""Grids that are evaluated at the long sizes."""
 
 POLICIES: dict[str, Any] = {
     "softmax": sharpmax.Constant(1),
@@ -97,7 +102,22 @@ GRIDS = {
         "lr3e-3 focus8": cosine(learning_rate=3e-3, focus=8.0),
         "lr3e-3 emph1": cosine(learning_rate=3e-3, emphasis=1.0),
     },
+    # The temperature in the loop: what the policies of evaluation do if training has them too.
+    "policy": {
+        f"lr3e-3 attn1 emph1 {name}": cosine(
+            learning_rate=3e-3, attention_loss=1.0, emphasis=1.0, policy=POLICIES[name]
+        )
+        for name in ("softmax", "PAPER", "logn", "const4")
+    },
 }
+
+
+def together(grid: dict[str, Protocol]) -> list[list[str]]:
+    """The names of protocols that can train together: those of one policy and precision."""
+    groups: dict[Any, list[str]] = {}
+    for name, protocol in grid.items():
+        groups.setdefault((protocol.policy, protocol.precision), []).append(name)
+    return list(groups.values())
 
 
 def main() -> None:
@@ -107,18 +127,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    seeds, sizes = range(arguments.seeds), LONG_SIZES if arguments.grid == "combined" else SIZES
+    seeds, sizes = range(arguments.seeds), LONG_SIZES if arguments.grid in LONG else SIZES
     grid = {name: dataclasses.replace(p, steps=arguments.steps) for name, p in GRIDS[arguments.grid].items()}
     runs = {}
-    for precision in dict.fromkeys(p.precision for p in grid.values()):
-        names = [name for name, p in grid.items() if p.precision == precision]
+    for names in together(grid):
         with max_retrieval.progress_bar(f"{len(names)} protocols") as show:
             trained = max_retrieval.train_together([grid[name] for name in names], seeds, progress=show)
         runs |= dict(zip(names, trained, strict=True))
     results = {}
     for name, run in runs.items():
-        precision = run.protocol.precision
-        found = max_retrieval.evaluate(run.params, run.seeds, sizes, SETS, POLICIES, precision=precision)
+        options = {"stream": Stream.STUDY, "precision": run.protocol.precision}
+        found = max_retrieval.evaluate(run.params, run.seeds, sizes, SETS, POLICIES, **options)
         rows = {row: measured.accuracy.tolist() for row, measured in found.rows.items()}
         results[name] = {"protocol": run.protocol.to_dict(), "ceiling": found.ceiling.tolist(), **rows}
         means = "  ".join(
@@ -127,7 +146,13 @@ def main() -> None:
         print(f"{name:28} {means}", flush=True)
     content = {"sizes": sizes, "seeds": arguments.seeds, "steps": arguments.steps, "sets": SETS, "results": results}
     path = arguments.out / f"max_retrieval_{arguments.grid}.json"
-    write_text(path, json.dumps({**content, "provenance": provenance()}, indent=1) + "\n")
+    write_text(
+        path,
+        json.dumps(
+            {**content, "provenance": provenance(["python", "-m", "studies.max_retrieval", *sys.argv[1:]])}, indent=1
+        )
+        + "\n",
+    )
 
 
 if __name__ == "__main__":

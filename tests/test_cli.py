@@ -4,8 +4,11 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import typer.main
@@ -13,7 +16,8 @@ import typer.main
 import sharpmax
 from sharpmax import cli, theory
 from sharpmax.__main__ import main
-from sharpmax.paper import EXHIBITS
+from sharpmax.paper import EXHIBITS, check_folder
+from sharpmax.paper.max_retrieval import SHIPPED
 from sharpmax.paper.published import GEMMA_SPREADS
 
 
@@ -112,14 +116,28 @@ def test_bound_with_numbers_beyond_reading(command):
         (["fit", "--checkpoint", "nowhere", "-o", "policy.json", "--sizes", "-3"], "got '-3'"),
         (["fit", "--checkpoint", "nowhere", "-o", "policy.json", "--sets", "0"], "--sets"),
         (["fit", "--checkpoint", "nowhere"], "--output"),
+        (["train", "max-retrieval"], "--out"),
+        (["train", "max-retrieval", "--out", "OUT", "--protocol", "blunt"], "one of paper, sharp, or a JSON file"),
+        (["train", "max-retrieval", "--out", "OUT", "--protocol", ""], "one of paper, sharp, or a JSON file, got ''"),
+        (["train", "max-retrieval", "--out", "OUT", "--protocol", "."], "one of paper, sharp, or a JSON file, got '.'"),
+        (["train", "max-retrieval", "--out", "OUT", "--steps", "0"], "--steps"),
+        (["train", "max-retrieval", "--out", "OUT", "--steps", "3000000000"], "steps to be at most 2,147,483,647"),
+        (["train", "max-retrieval", "--out", "OUT", "--seeds", "0"], "--seeds"),
+        (["train", "max-retrieval", "--out", "OUT", "--seeds", "99999999999"], "--seeds"),
+        (["reproduce", "table1", "--sets", "99999999999999"], "--sets"),
+        (["reproduce", "fig6", "--sets", "99999999999999"], "--sets"),
+        (["reproduce", "fig6", "--sizes", "1"], "from 2 to"),
+        (["fit", "--checkpoint", "nowhere", "-o", "policy.json", "--sets", "99999999999"], "--sets"),
     ],
 )
-def test_bad_arguments_are_one_sentence_and_exit_code_2(command, arguments, says):
+def test_bad_arguments_are_one_sentence_and_exit_code_2(command, arguments, says, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     code, out, err = command(*arguments)
     assert code == 2
     assert out == ""
     assert is_one_sentence(err), err
     assert says in err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command_line", [["reproduce", "table1"], ["fit", "-o", "policy.json"]])
@@ -136,6 +154,41 @@ def test_a_file_in_the_place_of_the_folder(command, tmp_path):
     code, _, err = command("reproduce", "fig5", "--out", str(tmp_path / "taken"))
     assert code == 2
     assert is_one_sentence(err)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["reproduce", "fig5", "--out", "taken/x"],
+        ["reproduce", "all", "--train", "--out", "taken/x"],
+        ["train", "max-retrieval", "--out", "taken"],
+        ["train", "max-retrieval", "--out", "taken/x"],
+        ["fit", "--checkpoint", str(SHIPPED / "paper"), "-o", "taken/p.json"],
+        ["reproduce", "fig5", "--out", "/proc/x/y"],
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(command, arguments, monkeypatch, tmp_path):
+    from sharpmax.paper import max_retrieval as paper
+    from sharpmax.tasks import max_retrieval
+
+    def work(*_, **__):
+        raise AssertionError("work was begun")
+
+    for module, name in ((paper, "fit"), (max_retrieval, "train")):
+        monkeypatch.setattr(module, name, work)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("")
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert is_one_sentence(err), err
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_folder_is_tried_and_nothing_of_that_is_left(tmp_path):
+    check_folder(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    check_folder(tmp_path)
+    assert tmp_path.is_dir()
 
 
 def test_a_folder_that_cannot_be_made(command, monkeypatch):
@@ -161,6 +214,36 @@ def test_a_defect_is_not_taken_for_bad_arguments(monkeypatch):
     monkeypatch.setattr(type(EXHIBITS["fig5"]), "run", fail)
     with pytest.raises(ValueError, match="a defect"):
         main(["reproduce", "fig5"])
+
+
+def test_a_defect_in_training_is_not_taken_for_bad_arguments(monkeypatch, tmp_path):
+    from sharpmax.tasks import max_retrieval
+
+    def fail(*_, **__):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(max_retrieval, "train", fail)
+    with pytest.raises(ValueError, match="a defect") as raised:
+        main(["train", "max-retrieval", "--steps", "2", "--out", str(tmp_path / "heads")])
+    assert type(raised.value) is ValueError
+
+
+def test_ctrl_c_in_training_is_quick_and_keeps_what_was_done(tmp_path):
+    from sharpmax.tasks.max_retrieval import Protocol, load_checkpoint
+
+    Protocol(batch=2, sizes=(2, 3), steps=10**6).save(tmp_path / "p.json")
+    arguments = ["train", "max-retrieval", "--protocol", str(tmp_path / "p.json"), "--seeds", "2"]
+    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    line = [sys.executable, "-m", "sharpmax", *arguments, "--out", str(tmp_path / "heads")]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "heads" / "checkpoint.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert "Traceback" not in err
+    assert 0 < load_checkpoint(tmp_path / "heads").step < 10**6
 
 
 def test_exit_code_and_sentence_of_the_process():
@@ -217,6 +300,17 @@ def test_every_exhibit_has_a_command_and_a_module():
     assert {path[1] for path in paths if len(path) == 2 and path[0] == "reproduce"} == {*EXHIBITS, "all"}
     for name in EXHIBITS:
         assert importlib.util.find_spec(f"sharpmax.paper.{name}")
+
+
+def test_options_of_figure_6_reach_it(command, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(type(EXHIBITS["fig6"]), "run", lambda self, out, **options: asked.append(options) or [])
+    assert command("reproduce", "fig6", "--sets", "3", "--sizes", "16,32", "--out", str(tmp_path))[0] == 0
+    assert (asked[0]["sets"], asked[0]["sizes"]) == (3, "16,32")
+
+
+def test_the_folder_of_reports_is_not_that_of_the_committed_results():
+    assert cli.DEFAULT_OUT.name == "report"
 
 
 def test_version(command):

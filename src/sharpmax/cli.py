@@ -15,12 +15,15 @@ from rich.table import Table
 
 from . import __version__
 from .extras import require
-from .paper import EXHIBITS, InputError, user_input
+from .paper import EXHIBITS, InputError, check_folder, user_input
 from .paper.bound import bound_report
 from .paper.published import GEMMA_SPREADS
 
 DEFAULT_SPREAD = GEMMA_SPREADS[0].average
-DEFAULT_OUT = Path("results")
+DEFAULT_OUT = Path("report")
+
+MOST_HEADS, MOST_SETS, MOST_FIT_SETS = 10_000, 1_000_000, 10_000
+"""Larger numbers are refused: they would fill the memory, or take days."""
 
 
 class Commands(typer.core.TyperGroup):
@@ -62,7 +65,12 @@ Heads = Annotated[
 HeadSeed = Annotated[int | None, typer.Option(help="Which head; by default the first.", min=0)]
 Sizes = Annotated[str | None, typer.Option(help="Numbers of items with commas between them, as in 16,32,64.")]
 Sets = Annotated[
-    int | None, typer.Option(help="Sets for each size and seed; by default 64 on a CPU, 2,048 on a GPU.", min=1)
+    int | None,
+    typer.Option(help="Sets for each size and seed; by default 64 on a CPU, 2,048 on a GPU.", min=1, max=MOST_SETS),
+]
+FitSets = Annotated[
+    int | None,
+    typer.Option(help="Validation sets for each size and seed; by default 64.", min=1, max=MOST_FIT_SETS),
 ]
 
 
@@ -115,15 +123,18 @@ def bound(
 
 @train.command("max-retrieval")
 def train_max_retrieval(
-    out: Annotated[Path, typer.Option(help="Folder for the checkpoint; training goes on from one that is there.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the checkpoint; training goes on from one that is there.", file_okay=False),
+    ],
     protocol: Annotated[str, typer.Option(help="How to train: paper, sharp, or a JSON file.")] = "paper",
-    seeds: Annotated[int, typer.Option(help="How many heads, seeded 0, 1, 2, ...", min=1)] = 10,
+    seeds: Annotated[int, typer.Option(help="How many heads, seeded 0, 1, 2, ...", min=1, max=MOST_HEADS)] = 10,
     steps: Annotated[int | None, typer.Option(help="Gradient steps instead of the protocol's.", min=1)] = None,
 ) -> None:
     """Train the single-head network of Appendix A to find the class of the largest of 5 to 16 items.
 
-    Uses a GPU if JAX has one. A checkpoint is written every few thousand steps; interrupt training whenever you like
-    and give the same command again.
+    Uses a GPU if JAX has one. A checkpoint is written every few seconds; interrupt training whenever you like and give
+    the same command again.
     """
     _train(protocol, out, seeds, steps)
 
@@ -137,8 +148,10 @@ def _train(protocol: str, out: Path, seeds: int = 10, steps: int | None = None) 
         chosen = max_retrieval.load_protocol(protocol)
         if steps is not None:
             chosen = dataclasses.replace(chosen, steps=steps)
-        with max_retrieval.progress_bar(f"max retrieval, {protocol}") as show:
-            run = max_retrieval.train(chosen, range(seeds), out, progress=show, provenance=provenance())
+        max_retrieval.find_begun(chosen, range(seeds), out)
+    check_folder(out)
+    with max_retrieval.progress_bar(Path(protocol).stem) as show:
+        run = max_retrieval.train(chosen, range(seeds), out, progress=show, provenance=provenance())
     last = run.history[-1]
     print(f"{out}: {seeds} heads after {run.step:,} steps, {_mean(last['accuracy']):.2%} right in training")
 
@@ -148,7 +161,7 @@ def fit(
     checkpoint: Annotated[Path, typer.Option(help="Folder of trained max-retrieval heads.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File for the policy, JSON.", dir_okay=False)],
     sizes: Sizes = None,
-    sets: Annotated[int, typer.Option(help="Validation sets for each size and seed.", min=1)] = 64,
+    sets: FitSets = None,
     monotone: Annotated[
         bool, typer.Option("--monotone", help="Fit a curve that never decreases instead of a polynomial.")
     ] = False,
@@ -164,7 +177,8 @@ def fit(
     with user_input():
         chosen = None if sizes is None else max_retrieval.parse_sizes(sizes)
         heads = max_retrieval.find_heads(None, checkpoint)
-    fitted = max_retrieval.fit(heads.checkpoint, chosen, sets)
+    check_folder(output.parent)
+    fitted = max_retrieval.fit(heads.checkpoint, chosen, max_retrieval.FIT_SETS if sets is None else sets)
     if not fitted.kept:
         raise InputError(
             "the true maximum had the largest logit in every validation set, so there is nothing to fit; "
@@ -218,9 +232,15 @@ def fig5(out: Out = DEFAULT_OUT) -> None:
 
 
 @reproduce.command(help=EXHIBITS["fig6"].description)
-def fig6(out: Out = DEFAULT_OUT, protocol: HeadProtocol = None, checkpoint: Heads = None) -> None:
+def fig6(
+    out: Out = DEFAULT_OUT,
+    protocol: HeadProtocol = None,
+    checkpoint: Heads = None,
+    sets: FitSets = None,
+    sizes: Sizes = None,
+) -> None:
     """Figure 6."""
-    _make("fig6", out, protocol=protocol, checkpoint=checkpoint)
+    _make("fig6", out, protocol=protocol, checkpoint=checkpoint, sets=sets, sizes=sizes)
 
 
 @reproduce.command(help=EXHIBITS["table1"].description)
@@ -276,6 +296,7 @@ def every(
     require("jax", "experiments", "The paper's experiments")
     from .paper import max_retrieval, report
 
+    check_folder(out)
     protocols = tuple(dict.fromkeys(name for exhibit in EXHIBITS.values() for name in exhibit.heads))
     folders: dict[str, Path | None] = dict.fromkeys(protocols)
     if retrain:

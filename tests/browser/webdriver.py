@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,10 @@ class Browser:
         self.devtools("Emulation.setDeviceMetricsOverride", **metrics)
         self.devtools("Emulation.setEmulatedMedia", features=features)
         call("POST", f"{self._session}/url", {"url": path.resolve().as_uri()})
+        late = time.monotonic() + 30
+        while self.evaluate("document.readyState") != "complete":
+            assert time.monotonic() < late, f"{path} did not load within 30 s"
+            time.sleep(0.05)
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression on the page."""

@@ -29,7 +29,9 @@ def heads() -> Heads:
     checkpoint = find_heads("paper", None).checkpoint
     assert checkpoint.state.average is None
     state = State(np.asarray(checkpoint.state.theta)[:SEEDS], None, None, None)
-    return Heads("few", dataclasses.replace(checkpoint, seeds=checkpoint.seeds[:SEEDS], state=state))
+    history = [{key: v[:SEEDS] if isinstance(v, list) else v for key, v in e.items()} for e in checkpoint.history]
+    few = dataclasses.replace(checkpoint, seeds=checkpoint.seeds[:SEEDS], state=state, history=history)
+    return Heads("few", few)
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,50 @@ def test_what_each_mechanism_does(data, read):
     np.testing.assert_array_equal(kept, cases.e_a - cases.e_b > math.log(16))  # the odds are n^(d / log 16 - 1)
     assert 0 < kept.sum() < kept.size
     assert data["at_epsilon"]["float32"]["same_class_as_b_alone"] == data["reading"]["cases"] == every * len(GAPS)
+
+
+def test_the_caption_counts(heads, data, read):
+    """Beside softmax, by the first n of every case; words that data can contradict are not there."""
+    cases, found = read
+    e_a, e_b = cases.e_a.reshape(-1), cases.e_b.reshape(-1)
+    softmax = failure.failures(sharpmax.Constant(1.0), e_a, e_b, found).errs.first
+    constant = failure.failures(sharpmax.Constant(4.0), e_a, e_b, found).errs.first
+    later, same, earlier = ((constant > softmax).sum(), (constant == softmax).sum(), (constant < softmax).sum())
+    assert later + same + earlier == data["reading"]["cases"]
+    words = f"constant beta = 4: later in {later:,} cases, the same in {same:,}, earlier in {earlier:,} and beyond"
+    assert words in data["caption"]
+    assert data["mechanisms"]["constant_4"]["beside_softmax"]["beyond"] == 0
+    assert "only later" not in data["caption"]
+    assert f"In {found.plain.sum():,} of {len(softmax):,} cases" in data["caption"]
+    assert "(protocol few, 100,000 steps)" in data["caption"]
+    assert failure.beside(np.array([2.0, 5, 7, np.inf]), np.array([3.0, 5, 6, np.inf])) == {
+        "earlier": 1,
+        "same": 1,
+        "later": 1,
+        "beyond": 1,
+    }
+
+
+def test_cases_that_are_not_plain_are_told(heads, data, read, monkeypatch):
+    _, found = read
+    at_zero, flips = (
+        found.at_zero.copy(),
+        np.concatenate([found.flips[:, :1], np.full_like(found.flips[:, :1], np.inf)], 1),
+    )
+    at_zero[0], flips[0] = True, (0.999, np.inf)  # the other way round
+    flips[1] = np.inf  # no change
+    flips[2] = (0.001, 0.998)  # twice
+    changed = failure.Reading(at_zero, flips, found.says_b)
+    monkeypatch.setattr(failure, "reading", lambda *_: changed)
+    told = failure.data(heads, GAPS)
+    assert told["reading"]["errs_below"]["high"] < 0.9
+    assert told["reading"]["plain"] == data["reading"]["cases"] - 3
+    words = "does not change (1), changes more than once (1), changes the other way round (1)."
+    assert f"In the others its answer {words}" in told["caption"]
+    mostly = failure.Reading(at_zero, np.where(np.arange(len(flips))[:, None] % 2, flips, np.inf), found.says_b)
+    monkeypatch.setattr(failure, "reading", lambda *_: mostly)
+    with pytest.raises(InputError, match="for most pairs at every gap"):
+        failure.data(heads, GAPS)
 
 
 def test_the_example_and_remark_b3(data):

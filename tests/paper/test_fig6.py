@@ -58,6 +58,7 @@ def test_caption_counts_what_was_kept_and_dropped(data: dict[str, Any]) -> None:
     kept, total = len(data["samples"]["beta"]), 10 * SETS * len(SIZES)
     assert data["fit"]["kept"] == kept
     assert f"Of {total:,} sets {kept:,} were kept and {total - kept:,} dropped" in data["caption"]
+    assert "(protocol paper, 100,000 steps)" in data["caption"]
 
 
 def test_polynomials(data: dict[str, Any]) -> None:

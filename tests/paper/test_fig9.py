@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from sharpmax.paper import InputError, fig9, max_retrieval
 from sharpmax.paper.figures import render
@@ -27,7 +28,9 @@ def test_the_bound_holds_at_every_step_and_seed(name: str) -> None:
     assert np.all(spread > 0)
     assert np.all(spread <= bound)
     np.testing.assert_allclose(ratio, bound / spread, rtol=1e-5)
-    assert f"at least {ratio.min():.2f} times" in data["caption"]
+    assert f"{ratio.size} of {ratio.size} exceed 1" in data["caption"]
+    assert f"the smallest is {math.floor(100 * ratio.min()) / 100:.2f}, rounded down" in data["caption"]
+    assert "100,000 steps" in data["caption"]
     for key, values in (("spread", spread), ("bound", bound), ("bound_over_spread", bound / spread)):
         np.testing.assert_allclose(data["median"][key], np.median(values, axis=1), rtol=1e-5)
 
@@ -79,9 +82,33 @@ def test_a_run_that_diverged_can_be_drawn() -> None:
     assert set(render(data, fig9.draw, (6.75, 2.5))) == {"png", "pdf"}
 
 
-def test_a_checkpoint_without_history_is_refused(tmp_path: Path) -> None:
+def test_a_spread_above_its_bound_is_told_and_drawn() -> None:
     heads = max_retrieval.find_heads("paper", None)
-    dataclasses.replace(heads.checkpoint, history=[]).save(tmp_path / "heads")
+    history = copy.deepcopy(heads.checkpoint.history[:3])
+    history[1]["bound"][4] = 0.499 * history[1]["spread"][4]
+    data = fig9.data(heads._replace(checkpoint=dataclasses.replace(heads.checkpoint, history=history)))
+    assert "29 of 30 exceed 1, and the smallest is 0.49, rounded down" in data["caption"]
+    figure = Figure()
+    fig9.draw(figure, data)
+    right = figure.axes[1]
+    assert right.get_ylim()[0] < 0.499
+    assert "1 exceed their bound" in [text.get_text() for text in right.texts]
+
+
+def test_a_history_of_a_single_step_can_be_drawn() -> None:
+    heads = max_retrieval.find_heads("paper", None)
+    history = heads.checkpoint.history[:1]
+    data = fig9.data(heads._replace(checkpoint=dataclasses.replace(heads.checkpoint, history=history)))
+    assert set(render(data, fig9.draw, (6.75, 2.5))) == {"png", "pdf"}
+
+
+@pytest.mark.parametrize("lost", [["spread", "bound"], None])
+def test_a_history_without_a_spread_is_refused(tmp_path: Path, lost: list[str] | None) -> None:
+    heads = max_retrieval.find_heads("paper", None)
+    history = [] if lost is None else copy.deepcopy(heads.checkpoint.history)
+    for entry in history:
+        entry |= {key: [None] * 10 for key in lost or ()}
+    dataclasses.replace(heads.checkpoint, history=history).save(tmp_path / "heads")
     with pytest.raises(InputError, match="history"):
         fig9.run(tmp_path / "out", checkpoint=tmp_path / "heads")
     assert not (tmp_path / "out").exists()

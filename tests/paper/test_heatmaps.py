@@ -68,6 +68,8 @@ def test_figure_2_is_the_upper_row_of_figure_7(heads: max_retrieval.Heads, maps:
     assert alone["rows"] == {"softmax": maps["rows"]["softmax"]}
     assert f"{alone['rows']['softmax']['on_maximum'][-1]:.1%} at n = 512" in alone["caption"]
     assert f"seed {SEED}" in alone["caption"]
+    assert "100,000 steps" in alone["caption"]
+    assert "100,000 steps" in maps["caption"]
 
 
 def test_among_equal_priorities_the_target_is_rightmost(

@@ -18,9 +18,11 @@ from sharpmax.__main__ import main
 from sharpmax.paper import InputError, max_retrieval, table1, table1_views
 from sharpmax.paper.published import TABLE1
 from sharpmax.tasks.max_retrieval import PRESETS, Samples, evaluate, load_checkpoint, train
+from sharpmax.tasks.max_retrieval.step import State
 from tests.paper.test_figures import strings
 
 SEEDS, SIZES, SETS = (0, 3, 4), (16, 32), 8
+NAME, FILES = "paper_60_steps", "table1_paper_60_steps"
 ROWS = ["softmax", "adaptive", "refitted", "refitted_held", "log_n", "constant_4", "hard"]
 
 
@@ -47,15 +49,15 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(heads: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     out, shown = tmp_path_factory.mktemp("out"), []
     paths = table1.run(out, checkpoint=heads, sets=SETS, sizes="16,32", show=shown.append)
-    return SimpleNamespace(paths=paths, shown=shown, json=json.loads((out / "table1.json").read_text()), out=out)
+    return SimpleNamespace(paths=paths, shown=shown, json=json.loads((out / f"{FILES}.json").read_text()), out=out)
 
 
 def test_files_and_structure(made: SimpleNamespace) -> None:
     data = made.json
-    assert [path.name for path in made.paths] == [f"table1.{s}" for s in ("png", "pdf", "json", "csv", "md")]
+    assert [path.name for path in made.paths] == [f"{FILES}.{s}" for s in ("png", "pdf", "json", "csv", "md")]
     assert sorted(path.name for path in made.out.iterdir()) == sorted(path.name for path in made.paths)
     assert made.paths[0].read_bytes().startswith(b"\x89PNG")
-    assert (data["sizes"], data["seeds"], data["sets"], data["name"]) == (list(SIZES), list(SEEDS), SETS, "paper")
+    assert (data["sizes"], data["seeds"], data["sets"], data["name"]) == (list(SIZES), list(SEEDS), SETS, NAME)
     assert list(data["rows"]) == ROWS
     for row in [*data["rows"].values(), {"accuracy": data["ceiling"], "p_value": SIZES}]:
         assert np.shape(row["accuracy"]) == (len(SIZES), len(SEEDS))
@@ -64,6 +66,8 @@ def test_files_and_structure(made: SimpleNamespace) -> None:
         np.testing.assert_array_equal(counts, np.rint(counts))
     assert data["protocol"] == load_protocol_dict()
     assert data["training"]["step"] == 60
+    assert "Heads are trained for 60 steps" in data["caption"]
+    assert "soft weights may be right without" in data["caption"]
     assert {"command", "time", "device", "versions", "git"} == set(data["provenance"])
     assert {"sizes", "sets", "counts", "kept", "coefficients", "domain", "notes"} <= set(data["fit"])
     assert not [s for s in strings(data) if s.startswith("/")]
@@ -85,6 +89,8 @@ def test_rows_were_evaluated_on_the_same_sets(made: SimpleNamespace, heads: Path
         alone = evaluate(checkpoint.params, SEEDS, SIZES, SETS, {name: policies[name]})
         np.testing.assert_allclose(made.json["rows"][name]["accuracy"], alone.rows[name].accuracy, atol=1e-6)
         np.testing.assert_allclose(made.json["ceiling"], alone.ceiling, atol=1e-6)
+        for key in ("entropy", "largest"):
+            np.testing.assert_allclose(made.json["rows"][name][key], getattr(alone.rows[name], key), rtol=1e-4)
 
 
 def test_p_values_are_those_of_scipy(made: SimpleNamespace) -> None:
@@ -123,7 +129,7 @@ def test_the_papers_rows_stand_beside_ours(made: SimpleNamespace) -> None:
 
 
 def test_csv_agrees_with_the_json(made: SimpleNamespace) -> None:
-    with (made.out / "table1.csv").open(newline="") as file:
+    with (made.out / f"{FILES}.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert list(lines[0]) == ["name", "size", "mean", "standard_deviation", "p"]
     found = {(line["name"], int(line["size"])): line for line in lines}
@@ -138,7 +144,7 @@ def test_csv_agrees_with_the_json(made: SimpleNamespace) -> None:
 
 
 def test_markdown_agrees_with_the_json(made: SimpleNamespace) -> None:
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in _table_lines(made.out / "table1.md")]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in _table_lines(made.out / f"{FILES}.md")]
     assert lines[0] == ["", "16", "32"]
     by_label = {line[0]: line[1:] for line in reversed(lines)}  # the accuracies, which come before the p-values
     means = {name: 100 * np.mean(row["accuracy"], axis=1) for name, row in made.json["rows"].items()}
@@ -194,7 +200,7 @@ def test_the_command_prints_table_and_paths(heads: Path, tmp_path: Path, capsys:
     printed = capsys.readouterr().out
     assert stopped.value.code == 0
     assert "hard (theta = 0)" in printed
-    assert str(tmp_path / "table1.md") in printed
+    assert str(tmp_path / f"{FILES}.md") in printed
 
 
 @pytest.mark.parametrize("curve", [[], ["--monotone"]])
@@ -238,8 +244,24 @@ def test_heads_with_few_samples(
     assert max_retrieval.fit(load_checkpoint(heads), (16,)).samples.sizes == (16,)  # asked for: nothing is added
 
 
+def test_the_name_of_a_preset_is_for_what_it_stands_for(heads: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(heads)
+    unfinished = dataclasses.replace(checkpoint, protocol=PRESETS["paper"])
+    other = dataclasses.replace(checkpoint, protocol=dataclasses.replace(checkpoint.protocol, l2=0.5))
+    theta = checkpoint.state.theta
+    moments = State(theta, theta, theta, None)
+    dataclasses.replace(unfinished, state=moments).save(tmp_path / "paper")
+    other.save(tmp_path / "sharp")
+    other.protocol.save(tmp_path / "sharp.json")
+    assert max_retrieval.find_heads(None, tmp_path / "paper").name == "paper_60_of_100000_steps"
+    assert max_retrieval.find_heads("paper", tmp_path / "paper").name == "paper_60_of_100000_steps"
+    assert max_retrieval.find_heads(None, tmp_path / "sharp").name == "heads_sharp"
+    assert max_retrieval.find_heads(str(tmp_path / "sharp.json"), tmp_path / "sharp").name == "heads_sharp"
+
+
 def test_which_heads(heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert max_retrieval.find_heads(None, heads).name == "paper"
+    assert max_retrieval.find_heads(None, heads).name == NAME
+    assert max_retrieval.find_heads("paper", heads).name == NAME
     protocol = tmp_path / "my way.json"
     load_checkpoint(heads).protocol.save(protocol)
     assert max_retrieval.find_heads(str(protocol), heads).name == "my_way"
@@ -247,6 +269,9 @@ def test_which_heads(heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         max_retrieval.find_heads("sharp", heads)
     with pytest.raises(ValueError, match="--checkpoint"):
         max_retrieval.find_heads(str(protocol), None)
+    for name in ("paper", "sharp"):
+        assert max_retrieval.find_heads(name, None).name == name
+        assert max_retrieval.find_heads(None, max_retrieval.SHIPPED / name).name == name
     monkeypatch.setattr(max_retrieval, "SHIPPED", tmp_path)
     with pytest.raises(InputError, match="sharpmax train max-retrieval --protocol paper"):
         table1.run(tmp_path / "out", protocol="paper")

@@ -7,8 +7,9 @@ An exhibit's module is imported when it runs, so listing the exhibits costs noth
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,23 @@ def user_input() -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
+def check_folder(folder: Path) -> None:
+    """Raise InputError unless files can be written into ``folder``; it is tried, and nothing of that is left."""
+    new: list[Path] = []
+    try:
+        new += [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"expected a folder that files can be written to, got {str(folder)!r}: {reason}") from error
+    finally:
+        for path in new:
+            with suppress(OSError):
+                path.rmdir()
+
+
 @dataclass(frozen=True)
 class Exhibit:
     """A table or figure that can be made again: its name is that of the command, the module and the files."""
@@ -44,6 +62,7 @@ class Exhibit:
         Options that cannot be used raise :class:`InputError` before any work is done.
         """
         require("matplotlib", "experiments", "Drawing figures")
+        check_folder(out)
         return importlib.import_module(f"{__name__}.{self.name}").run(out, **options)
 
 

@@ -286,6 +286,13 @@ def _summary(found: Failures, shape: tuple[int, int, int]) -> dict[str, Any]:
     }
 
 
+def beside(first: np.ndarray, other: np.ndarray) -> dict[str, int]:
+    """In how many cases ``first`` is earlier than, the same as and later than ``other``, and both are beyond all n."""
+    beyond = np.isinf(first) & np.isinf(other)
+    counts = {"earlier": first < other, "same": (first == other) & ~beyond, "later": first > other, "beyond": beyond}
+    return {word: int(found.sum()) for word, found in counts.items()}
+
+
 def _at_epsilon(params: Params, cases: Cases) -> dict[str, Any]:
     """By how much class scores differ from those of b alone where a's coefficient is the machine epsilon."""
 
@@ -357,26 +364,32 @@ def data(heads: Heads, gaps: Sequence[float] = GAPS) -> dict[str, Any]:
         cases = cases_of(params, gaps)
         found = reading(params, cases)
         at_epsilon = _at_epsilon(params, cases)
-    if not found.plain.reshape(len(checkpoint.seeds), len(gaps), -1).any(axis=(0, 2)).all():
-        raise InputError(
-            "expected heads that answer a alone with a's class and b alone with another, for some pair at every gap, "
-            f"but those of {heads.name} do not; train them for more steps"
-        )
     shape = (len(checkpoint.seeds), len(gaps), len(class_pairs()))
+    if np.any(found.plain.reshape(shape).mean(axis=(0, 2)) <= 0.5):
+        raise InputError(
+            "expected heads that answer with a's class above one coefficient of a and not below it, for most pairs at "
+            f"every gap, but those of {heads.name} do not; train them for more steps"
+        )
     e_a, e_b = cases.e_a.reshape(-1), cases.e_b.reshape(-1)
+    where = {name: failures(row.policy, e_a, e_b, found) for name, row in MECHANISMS.items()}
     rows = {
         name: {
             "label": row.label,
             "policy": row.policy.to_dict(),  # pyright: ignore[reportAttributeAccessIssue]
-            **_summary(failures(row.policy, e_a, e_b, found), shape),
+            **_summary(where[name], shape),
+            "beside_softmax": beside(where[name].errs.first, where["softmax"].errs.first),
+            "errs_before_epsilon": {
+                dtype: beside(where[name].errs.first, n) for dtype, n in where[name].epsilon.items()
+            },
         }
         for name, row in MECHANISMS.items()
     }
     differences = (e_a - e_b).reshape(shape)
-    flips = found.flips[np.isfinite(found.flips)]
+    once = np.isfinite(found.flips[:, 0]) & np.isinf(found.flips[:, 1:]).all(axis=1)
     content = {
         "name": heads.name,
         "seeds": list(checkpoint.seeds),
+        "step": checkpoint.step,
         "trained_up_to": checkpoint.protocol.sizes[1],
         "priority_a": TOP,
         "gaps": list(gaps),
@@ -388,7 +401,9 @@ def data(heads: Heads, gaps: Sequence[float] = GAPS) -> dict[str, Any]:
         "b_has_the_larger_logit": [int((differences[:, g] < 0).sum()) for g in range(len(gaps))],
         "reading": {
             "cases": int(e_a.size),
-            "errs_below": _quantiles(flips),
+            "plain": int(found.plain.sum()),
+            "errs_below": _quantiles(found.flips[found.plain, 0]),
+            "the_other_way_round": int((once & found.at_zero).sum()),
             "changes_more_than_once": int(np.isfinite(found.flips[:, 1:]).any(axis=1).sum()),
             "b_alone_is_misread": int((~found.says_b).sum()),
             "never_changes": int(np.isinf(found.flips[:, 0]).sum()),

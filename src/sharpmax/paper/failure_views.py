@@ -33,30 +33,33 @@ ARRANGEMENTS: dict[str, tuple[str, Any, str]] = {
 DTYPE_COLORS = {"bfloat16": GREY, "float32": INK}
 
 CAPTION = (
-    "Corollary B.1 on {seeds} trained heads (protocol {name}): sets of one item a with priority {top:g} and n - 1 "
-    "equal items b of another class, with a priority lower by the gap, for all {pairs} ordered pairs of classes. All "
-    "b are alike, so everything follows from two logits and n, in closed form and float64, up to n = 1e{digits}. A "
-    "head answers with a's class while a's coefficient is above {errs_below}: it errs long before that coefficient is"
-    " lost beside 1, the n that the corollary gives. (At the machine epsilon of float32 no class score is more than "
-    "{change:.1g} from that of b alone, where the smallest margin between the two best classes is {margin:.2g}.) (a) "
-    "The coefficient for one head and pair (gap {gap:g}, logits {difference:.2f} apart); a dot marks the first n at "
-    "which the head errs. Grey: the decay of Remark B.3, log n / n, from logits that grow apart by log log n; it errs"
-    " later ({slow_errs} and not {soft_errs} items) and passes the machine epsilon of float32 later ({slow_epsilon} "
-    "and not {soft_epsilon}), but does both. (b) Remark B.2 on {stacks} random stacks of {layers} layers, median and "
-    "range: how far the output is from that of a set of b alone. Without residuals it decays as 1/n in a BERT-style "
-    "stack; in a causal one with a last, the order the remark looks at, as 1/n^{layers}, since no other token carries"
-    " anything of a; with a first as log n / n, since early tokens do. With residuals (dashed) a BERT-style stack "
-    "read at a token b forgets a all the same, but a causal one whose last token is a itself keeps it: the remark's "
-    "last step takes a read-out that sees a through attention alone. (c) The first n at which each head errs: median "
-    "over the class pairs for every seed (dots) and range over pairs and seeds (bars); at the right those that do not"
-    " up to 1e{digits}, and their share where it is not all; upright marks show from which n a's coefficient is below"
-    " the machine epsilon, the corollary's prediction (medians). Dotted: the largest size in training. At the gap "
-    "{gap:g} the median of the first n is {medians}. PAPER is plain softmax on rows of more than 5.94 nats, so in the"
-    " end it decays as softmax does; PAPER_HELD and a constant have a bounded beta, so they must err too, only later."
-    " With log n / log 16 the coefficient of a tends to 1 where the logits differ by more than log 16 = 2.77, so no n"
-    " need come at which it errs; where they differ by less it decays too. {again}{misread}Hard attention does not "
-    "depend on n: it errs from n = 2 on or never, here in {hard} of {cases:,} cases; b has the larger logit in "
-    "{larger}."
+    "Corollary B.1 on {seeds} trained heads (protocol {name}, {steps:,} steps): sets of one item a with priority "
+    "{top:g} and n - 1 equal items b of another class, with a priority lower by the gap, for all {pairs} ordered pairs "
+    "of classes. All b are alike, so everything follows from two logits and n, in closed form and float64, up to n = "
+    "1e{digits}. In {plain:,} of {cases:,} cases a head answers with a's class while a's coefficient is above one "
+    "value, {errs_below}, and not below it. {others}With softmax it errs before that coefficient is lost beside 1 in "
+    "float32, the n that the corollary gives, in {before:,} of the {either:,} cases where one of both is up to "
+    "1e{digits}. (At the machine epsilon of float32 no class score is more than {change:.1g} from that of b alone, "
+    "where the smallest margin between the two best classes is {margin:.2g}.) (a) The coefficient for one head and "
+    "pair (gap {gap:g}, logits {difference:.2f} apart); a dot marks the first n at which the head errs. Grey: the "
+    "decay of Remark B.3, log n / n, from logits that grow apart by log log n; the first n at which it errs is "
+    "{slow_errs} (softmax: {soft_errs}), and it is below the machine epsilon of float32 from {slow_epsilon} on "
+    "(softmax: {soft_epsilon}). (b) Remark B.2 on {stacks} random stacks of {layers} layers, median and range: how far "
+    "the output is from that of a set of b alone. Without residuals it decays as 1/n in a BERT-style stack; in a "
+    "causal one with a last, the order the remark looks at, as 1/n^{layers}, since no other token carries anything of "
+    "a; with a first as log n / n, since early tokens do. With residuals (dashed) a BERT-style stack read at a token b "
+    "forgets a all the same, but a causal one whose last token is a itself keeps it: the remark's last step takes a "
+    "read-out that sees a through attention alone. (c) The first n at which each head errs: median over the class "
+    "pairs for every seed (dots) and range over pairs and seeds (bars); at the right those that do not up to "
+    "1e{digits}, and their share where it is not all; upright marks show from which n a's coefficient is below the "
+    "machine epsilon, the corollary's prediction (medians). Dotted: the largest size in training. At the gap {gap:g} "
+    "the median of the first n is {medians}. PAPER is plain softmax on rows of more than 5.94 nats, so in the end it "
+    "decays as softmax does; PAPER_HELD and a constant have a bounded beta, so at some n they must err too. How the "
+    "first n at which a head errs compares with softmax's: {beside}. Where b has the larger logit, a larger beta takes "
+    "from a. With log n / log 16 the coefficient of a tends to 1 where the logits differ by more than log 16 = 2.77, "
+    "so no n need come at which it errs; where they differ by less it decays too. {again}{misread}Unless logits are "
+    "equal, hard attention does not depend on n: it errs from n = 2 on or never, here in {hard} of {cases:,} cases; b "
+    "has the larger logit in {larger}."
 )
 
 
@@ -64,16 +67,23 @@ def caption(data: Mapping[str, Any]) -> str:
     """What the figure shows, with the numbers of these heads."""
     example, order, rows = data["example"], data["order"], data["mechanisms"]
     slow, at = example["log_decay"], data["gaps"].index(example["gap"])
-    below, cases = data["reading"]["errs_below"], data["reading"]["cases"]
+    reading = data["reading"]
+    below, cases = reading["errs_below"], reading["cases"]
     again = {row["label"]: sum(row["right_again"]) for row in rows.values() if sum(row["right_again"])}
-    misread = data["reading"]["b_alone_is_misread"]
+    misread, before = reading["b_alone_is_misread"], rows["softmax"]["errs_before_epsilon"]["float32"]
     words = ", ".join(f"{label}: {count}" for label, count in again.items())
     return CAPTION.format(
         seeds=len(data["seeds"]),
         name=data["name"],
+        steps=data["step"],
         top=data["priority_a"],
         pairs=data["class_pairs"],
         digits=round(math.log10(data["largest_n"])),
+        plain=reading["plain"],
+        others=_others(reading),
+        before=before["earlier"],
+        either=sum(before.values()) - before["beyond"],
+        beside="; ".join(_beside(rows[name]) for name in ("adaptive", "adaptive_held", "constant_4")),
         errs_below=f"{below['median']:.2f} (median; {below['low']:.2g} to {below['high']:.2g})",
         change=data["at_epsilon"]["float32"]["largest_change_of_a_score"],
         margin=data["at_epsilon"]["smallest_margin_of_b_alone"],
@@ -92,6 +102,22 @@ def caption(data: Mapping[str, Any]) -> str:
         cases=cases,
         larger=sum(data["b_has_the_larger_logit"]),
     )
+
+
+def _others(reading: Mapping[str, int]) -> str:
+    """What heads do in the other cases, if there are such."""
+    words = {
+        "never_changes": "does not change",
+        "changes_more_than_once": "changes more than once",
+        "the_other_way_round": "changes the other way round",
+    }
+    found = ", ".join(f"{text} ({reading[key]:,})" for key, text in words.items() if reading[key])
+    return f"In the others its answer {found}. " if found else ""
+
+
+def _beside(row: Mapping[str, Any]) -> str:
+    words = "later in {later:,} cases, the same in {same:,}, earlier in {earlier:,} and beyond with both in {beyond:,}"
+    return f"{row['label']}: {words.format(**row['beside_softmax'])}"
 
 
 def _count(n: float | None) -> str:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CAPTION = (
-    "Attention coefficients of one head trained on max retrieval with sets of {smallest} to {largest} items "
-    "(protocol {name}, seed {seed}). Each panel has {sets} evaluation sets of n items, one a row, and of every set the "
-    "{shown} items with the largest priority, in ascending order: the rightmost column (marked) is the true maximum, "
-    "on which a head that works puts its attention. The number below a panel is the mean coefficient there: "
-    "{first:.1%} at n = {n_first:,}, {last:.1%} at n = {n_last:,}. One colour scale for all panels; colours follow the "
-    "square root of a coefficient."
+    "Attention coefficients of one head trained on max retrieval for {steps:,} steps with sets of {smallest} to "
+    "{largest} items (protocol {name}, seed {seed}). Each panel has {sets} evaluation sets of n items, one a row, and "
+    "of every set the {shown} items with the largest priority, in ascending order: the rightmost column (marked) is "
+    "the true maximum, on which a head that works puts its attention. The number below a panel is the mean coefficient "
+    "there: {first:.1%} at n = {n_first:,}, {last:.1%} at n = {n_last:,}. One colour scale for all panels; colours "
+    "follow the square root of a coefficient."
 )
 
 
@@ -30,6 +30,7 @@ def data(heads: Heads, seed: int | None = None, **options: Any) -> dict[str, Any
     caption = CAPTION.format(
         smallest=sizes[0],
         largest=sizes[1],
+        steps=heads.checkpoint.step,
         name=maps["name"],
         seed=maps["seed"],
         sets=maps["sets"],

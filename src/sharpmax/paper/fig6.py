@@ -36,14 +36,15 @@ CURVES: dict[str, dict[str, Any]] = {
 
 CAPTION = (
     "Samples (H, 1/theta_opt) of Appendix F: the entropy of softmax and the inverse of the temperature that gives the "
-    "true maximum the most attention, for validation sets of {sizes} items and {seeds} heads (protocol {name}), {sets} "
-    "sets for each size and head. Of {total:,} sets {kept:,} were kept and {dropped:,} dropped: in {already_largest:,} "
-    "the true maximum has the largest logit already, so that the best temperature is 0, and in {no_optimum:,} no "
-    "finite temperature is best. Optima are exact; the paper tries temperatures from 0 to 10 in steps of 0.1. "
-    "(a) Samples and polynomials: the paper's, whose samples are not published, and ours, {fitted}; circles are means "
-    "of groups of equally many samples. (b) Beta as it is used: 1 up to the threshold H = {threshold:g}, and never "
-    "below 1. The paper's polynomial exceeds 1 for H from {low:.2f} to {high:.2f} only. Ours is drawn twice: "
-    "extrapolated beyond its samples, as the paper does, and held at its value at the end of their range."
+    "true maximum the most attention, for validation sets of {sizes} items and {seeds} heads (protocol {name}, "
+    "{steps:,} steps), {sets} sets for each size and head. Of {total:,} sets {kept:,} were kept and {dropped:,} "
+    "dropped: in {already_largest:,} the true maximum has the largest logit already, so that the best temperature is "
+    "0, and in {no_optimum:,} no finite temperature is best. Optima are exact; the paper tries temperatures from 0 to "
+    "10 in steps of 0.1. (a) Samples and polynomials: the paper's, whose samples are not published, and ours, "
+    "{fitted}; circles are means of groups of equally many samples. (b) Beta as it is used: 1 up to the threshold H = "
+    "{threshold:g}, and never below 1. The paper's polynomial exceeds 1 for H from {low:.2f} to {high:.2f} only. Ours "
+    "is drawn twice: extrapolated beyond its samples, as the paper does, and held at its value at the end of their "
+    "range."
 )
 
 
@@ -107,6 +108,7 @@ def _caption(heads: Heads, fitted: Fitted) -> str:
         sizes=", ".join(f"{n:,}" for n in fitted.samples.sizes),
         seeds=len(fitted.samples.seeds),
         name=heads.name,
+        steps=heads.checkpoint.step,
         sets=fitted.sets,
         total=sum(count["total"] for count in counts),
         kept=fitted.kept,

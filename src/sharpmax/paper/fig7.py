@@ -18,13 +18,13 @@ POLICIES = {"softmax": heatmaps.SOFTMAX, "adaptive": PAPER}
 LABELS = {"softmax": "softmax", "adaptive": "adaptive temperature"}
 
 CAPTION = (
-    "The head and the sets of Figure 2 (protocol {name}, seed {seed}, {sets} sets a panel), with softmax above and "
-    "with the paper's adaptive temperature below; the logits are the same. Columns are the {shown} items with the "
-    "largest priority, in ascending order: the rightmost (marked) is the true maximum, and the number below a panel is "
-    "the mean coefficient there. At n = {n:,} it is {softmax:.1%} with softmax and {adaptive:.1%} with adaptive "
-    "temperature, and the mean entropy of the coefficients is {h_softmax:.2f} and {h_adaptive:.2f} nats; the true "
-    "maximum has the largest logit in {found:.0%} of these sets. One colour scale for all panels; colours follow the "
-    "square root of a coefficient."
+    "The head and the sets of Figure 2 (protocol {name}, {steps:,} steps, seed {seed}, {sets} sets a panel), with "
+    "softmax above and with the paper's adaptive temperature below; the logits are the same. Columns are the {shown} "
+    "items with the largest priority, in ascending order: the rightmost (marked) is the true maximum, and the number "
+    "below a panel is the mean coefficient there. At n = {n:,} it is {softmax:.1%} with softmax and {adaptive:.1%} "
+    "with adaptive temperature, and the mean entropy of the coefficients is {h_softmax:.2f} and {h_adaptive:.2f} nats; "
+    "the true maximum has the largest logit in {found:.0%} of these sets. One colour scale for all panels; colours "
+    "follow the square root of a coefficient."
 )
 
 
@@ -35,6 +35,7 @@ def data(heads: Heads, seed: int | None = None, **options: Any) -> dict[str, Any
     caption = CAPTION.format(
         sets=maps["sets"],
         name=maps["name"],
+        steps=heads.checkpoint.step,
         seed=maps["seed"],
         shown=heatmaps.SHOWN,
         n=maps["sizes"][-1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,13 @@ PROBE_SETS = 128
 """Sets that training records the spread and its bound on."""
 
 CAPTION = (
-    "Logit spread delta of heads trained on max retrieval (protocol {name}) and its upper bound by Proposition 3.1, "
-    "2 sigma_max(Q) sigma_max(K) |y| max_i |x_i|: every one of {seeds} seeds (thin) and their median (thick), recorded "
-    "at {records} steps up to {last:,}. The layers of the paper's listing have biases and its logits a factor "
-    "1/sqrt({features}), so Q and K here have their biases as one more column, y and all x_i a 1 at the end, and the "
-    "bound is multiplied by 1/sqrt({features}). Each number is the mean over {sets} fixed sets of {items} items. "
-    "(b) The bound is at least {smallest:.2f} times the spread at every recorded step and seed; in the median it is "
-    "{median:.1f} times the spread at the last."
+    "Logit spread delta of heads trained on max retrieval (protocol {name}, {steps:,} steps) and its upper bound by "
+    "Proposition 3.1, 2 sigma_max(Q) sigma_max(K) |y| max_i |x_i|: every one of {seeds} seeds (thin) and their median "
+    "(thick), recorded at {records} steps up to {last:,}. The layers of the paper's listing have biases and its logits "
+    "a factor 1/sqrt({features}), so Q and K here have their biases as one more column, y and all x_i a 1 at the end, "
+    "and the bound is multiplied by 1/sqrt({features}). Each number is the mean over {sets} fixed sets of {items} "
+    "items. (b) The mean bound over the mean spread: {above} of {known} exceed 1, and the smallest is {smallest:.2f}, "
+    "rounded down. The median is {median:.1f} at step {at:,}."
 )
 
 
@@ -42,17 +43,22 @@ def data(heads: Heads) -> dict[str, Any]:
     ]
     known = [value for row in ratio for value in row if value is not None]
     ratio_median = _medians(ratio)
+    at, median = [(entry["step"], m) for entry, m in zip(history, ratio_median, strict=True) if m is not None][-1]
     return {
         "caption": CAPTION.format(
             name=heads.name,
+            steps=checkpoint.step,
             seeds=len(checkpoint.seeds),
             records=len(history),
             last=history[-1]["step"],
             features=FEATURES,
             sets=PROBE_SETS,
             items=checkpoint.protocol.sizes[1],
-            smallest=min(known),
-            median=[value for value in ratio_median if value is not None][-1],
+            above=sum(value > 1 for value in known),
+            known=len(known),
+            smallest=math.floor(100 * min(known)) / 100,
+            median=median,
+            at=at,
         ),
         "name": heads.name,
         "seeds": list(checkpoint.seeds),
@@ -76,6 +82,7 @@ def draw(figure: Figure, data: Mapping[str, Any]) -> None:
     """(a) spread and bound; (b) how many times the spread the bound is. Logarithmic axes."""
     left, right = figure.subplots(1, 2, sharex=True, width_ratios=(1.15, 1))
     thousands = np.asarray(data["step"]) / 1000
+    last = thousands[-1] or 1.0
     for axis, name, color in (
         (left, "bound", VERMILION),
         (left, "spread", BLUE),
@@ -85,9 +92,11 @@ def draw(figure: Figure, data: Mapping[str, Any]) -> None:
         axis.plot(thousands, _floats(data["median"][name]), color=color, linewidth=1.5, marker="o", markersize=2.2)
     _label(left, thousands, data["median"]["bound"], "bound of Proposition 3.1", VERMILION, above=True)
     _label(left, thousands, data["median"]["spread"], r"logit spread $\delta$", BLUE, above=False)
+    ratios = _floats(data["bound_over_spread"])
+    smallest, below = np.nanmin(ratios), int((ratios < 1).sum())
     right.axhline(1, color=GREY, linewidth=0.8, linestyle=(0, (4, 2)))
     right.annotate(
-        "no spread exceeds its bound",
+        f"{below} exceed their bound" if below else "no mean spread exceeds its mean bound",
         (1, 1),
         (-3, 3),
         ("axes fraction", "data"),
@@ -101,11 +110,11 @@ def draw(figure: Figure, data: Mapping[str, Any]) -> None:
     left.set_ylabel("difference of logits")
     right.set_title("(b)  how loose the bound is", loc="left", pad=4)
     right.set_ylabel("bound / spread")
-    right.set_ylim(bottom=0.8)
+    right.set_ylim(bottom=0.8 * min(1, smallest))
     for axis in (left, right):
         axis.set_yscale("log")
         axis.set_xlabel("training steps (thousands)")
-        axis.set_xlim(-0.01 * thousands[-1], 1.01 * thousands[-1])
+        axis.set_xlim(-0.01 * last, 1.01 * last)
     left.set_ylim(top=10 * np.nanmax(_floats(data["bound"])))
     right.yaxis.set_major_formatter("{x:g}")
 
@@ -139,6 +148,6 @@ def run(out: Path, protocol: str | None = None, checkpoint: Path | None = None) 
     """
     with user_input():
         heads = find_heads(protocol, checkpoint)
-        if not heads.checkpoint.history:
-            raise ValueError("expected a checkpoint with a history of its training, got one without")
+        if not any(value for entry in heads.checkpoint.history for value in entry["spread"]):
+            raise ValueError("expected a history of training with a spread that is a number, got one without")
     return save_exhibit(out, file_name("fig9", heads), data(heads), draw, (PAGE, 2.5))

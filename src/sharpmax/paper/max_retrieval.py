@@ -34,7 +34,11 @@ LARGEST_SIZE = 1 << 24
 
 
 class Heads(NamedTuple):
-    """Trained heads and what to call them: a preset, or the name of the file or folder they come from."""
+    """Trained heads and what to call them.
+
+    A preset's name is that of its heads after all of its steps. After another number of steps that is said with it;
+    other heads have the name of the protocol's file or of their folder.
+    """
 
     name: str
     checkpoint: Checkpoint
@@ -46,10 +50,10 @@ def find_heads(protocol: str | None, directory: Path | None) -> Heads:
         checkpoint = load_checkpoint(directory)
         if protocol is None:
             same = (name for name, preset in PRESETS.items() if not _differences(checkpoint, preset))
-            return Heads(next(same, _word(directory.resolve().name)), checkpoint)
+            return Heads(_name(next(same, directory.resolve().name), checkpoint), checkpoint)
         if different := _differences(checkpoint, load_protocol(protocol)):
             raise ValueError(f"{directory} was not trained with the protocol {protocol}: {', '.join(different)} differ")
-        return Heads(_word(Path(protocol).stem), checkpoint)
+        return Heads(_name(protocol if protocol in PRESETS else Path(protocol).stem, checkpoint), checkpoint)
     name = "paper" if protocol is None else protocol
     load_protocol(name)
     if name not in PRESETS or not (SHIPPED / name).is_dir():
@@ -57,7 +61,7 @@ def find_heads(protocol: str | None, directory: Path | None) -> Heads:
             f"no trained heads come with the protocol {name} here; name some with --checkpoint, "
             f"or train them with 'sharpmax train max-retrieval --protocol {name} --out DIR'"
         )
-    return Heads(name, load_checkpoint(SHIPPED / name))
+    return find_heads(name, SHIPPED / name)
 
 
 def file_name(exhibit: str, heads: Heads) -> str:
@@ -69,6 +73,16 @@ def _differences(checkpoint: Checkpoint, protocol: Any) -> list[str]:
     """Fields in which the checkpoint's protocol is another one; fewer steps are no other protocol."""
     there, here = checkpoint.protocol.to_dict(), protocol.to_dict()
     return [name for name in here if name != "steps" and here[name] != there[name]]
+
+
+def _name(name: str, checkpoint: Checkpoint) -> str:
+    """``name`` for a file; that of a preset is kept for what it stands for."""
+    protocol, preset = checkpoint.protocol, PRESETS.get(name)
+    if preset is None or (protocol == preset and checkpoint.finished):
+        return _word(name)
+    if _differences(checkpoint, preset):
+        return f"heads_{name}"
+    return f"{name}_{checkpoint.step}{'' if checkpoint.finished else f'_of_{protocol.steps}'}_steps"
 
 
 def _word(text: str) -> str:

@@ -17,10 +17,10 @@ from ..core.files import write_text
 from ..core.policies import PAPER, Constant, EntropyPolynomial, Hard, LogLength, Policy
 from ..tasks.max_retrieval import evaluate, paired_p_values
 from . import user_input
-from .figures import PAGE, save_exhibit
+from .figures import PAGE, numbers, save_exhibit
 from .max_retrieval import Heads, file_name, find_heads, fit, parse_sizes
 from .published import TABLE1
-from .table1_views import csv_text, draw, markdown
+from .table1_views import CEILING, csv_text, draw, markdown
 
 SETS = {"cpu": 64, "gpu": 2048}
 """Sets for each size and seed unless another number is asked for, by platform."""
@@ -53,6 +53,8 @@ def data(
 ) -> dict[str, Any]:
     """The whole table: every row on the same ``sets`` sets of every size and seed.
 
+    Beside the accuracy, a row has the means over the sets of the entropy of the coefficients, in nats, and of the
+    largest one.
     ``progress`` is called with what was begun or done, and with the number of items that is done with it.
     """
     tell = progress or (lambda what, items: None)
@@ -74,8 +76,10 @@ def data(
         "caption": CAPTION.format(
             seeds=len(checkpoint.seeds),
             sets=sets,
+            ceiling=CEILING,
             smallest=checkpoint.protocol.sizes[0],
             largest=checkpoint.protocol.sizes[1],
+            steps=checkpoint.step,
         ),
         "name": heads.name,
         "sizes": list(sizes),
@@ -86,6 +90,8 @@ def data(
                 "label": row.label,
                 "policy": row.policy.to_dict(),  # pyright: ignore[reportAttributeAccessIssue]
                 "accuracy": accuracy[name].tolist(),
+                "entropy": numbers(measured.rows[name].entropy),
+                "largest": numbers(measured.rows[name].largest),
                 "p_value": [None for _ in sizes]
                 if name == BASELINE
                 else paired_p_values(accuracy[name], accuracy[BASELINE]),
@@ -106,10 +112,9 @@ def data(
 
 CAPTION = (
     "Accuracy of max retrieval by number of items, the mean of {seeds} seeds, {sets:,} sets for each size and seed, "
-    "the same ones for every row. Heads are trained on sets of {smallest} to {largest} items; only the temperature "
-    "differs between rows. The ceiling is how often the true maximum has the largest logit. The p-values are "
-    "those of the paired t-test against softmax over the seeds. Bands in the figure, drawn for some rows, are one "
-    "standard deviation over the seeds."
+    "the same ones for every row. Heads are trained for {steps:,} steps on sets of {smallest} to {largest} items; only "
+    "the temperature differs between rows. {ceiling} The p-values are those of the paired t-test against softmax over "
+    "the seeds. Bands in the figure, drawn for some rows, are one standard deviation over the seeds."
 )
 
 

@@ -19,6 +19,11 @@ SIGNIFICANT = 0.05
 ABOVE, BELOW = "*", "†"
 """Marks of a mean that is significantly above or below softmax's."""
 
+CEILING = (
+    "The ceiling is how often the true maximum has the largest logit, which is what hard attention can reach; soft "
+    "weights may be right without."
+)
+
 DASHED = (0, (4, 2))
 STYLES: dict[str, tuple[str, Any]] = {
     "softmax": (INK, "-"),

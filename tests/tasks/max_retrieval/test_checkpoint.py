@@ -1,8 +1,11 @@
 """Checkpoints: what was saved comes back; what is not whole is refused."""
 
 import dataclasses
+import hashlib
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +22,8 @@ PROTOCOL = Protocol(steps=10, average=0.9)
 def _checkpoint(step: int = 5, seed: int = 0) -> Checkpoint:
     random = np.random.default_rng(seed)
     arrays = [random.normal(size=(2, len(IS_KERNEL))).astype(np.float32) for _ in range(4)]
-    history = [{"step": step, "loss": [0.1, 0.2]}]
+    start = {"step": 0, "spread": [0.5, 0.5], "bound": [2.0, 3.0]}
+    history = [start, {**start, "step": step, "loss": [0.1, None], "accuracy": [0.7, 0.8]}]
     return Checkpoint(PROTOCOL, (3, 4), step, 5, State(*arrays), history, 1.5, {"commit": "abc"})
 
 
@@ -55,6 +59,20 @@ def test_only_the_last_tensors_stay(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_only_files_of_a_checkpoint_are_removed(tmp_path: Path) -> None:
+    others = ["checkpoint-best.safetensors", "checkpoint-0123456789abcdef.safetensors.bak", ".checkpoint.json"]
+    left = [
+        "checkpoint-0123456789abcdef.safetensors",
+        ".checkpoint-0123456789abcdef.safetensors.ab_12xyz",
+        ".checkpoint.json.ab_12xyz",
+    ]
+    for name in (*others, *left):
+        (tmp_path / name).write_text("")
+    _checkpoint().save(tmp_path)
+    here = {path.name for path in tmp_path.iterdir()}
+    assert here == {*others, SIDECAR, json.loads((tmp_path / SIDECAR).read_text())["tensors"]}
+
+
 @pytest.mark.parametrize("fails_at", ["write_bytes", "write_text"])
 def test_a_save_that_stops_half_way_leaves_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
@@ -80,6 +98,12 @@ def test_corrupt_truncated_and_missing_tensors_are_refused(tmp_path: Path) -> No
     path.write_bytes(content[:1000])
     with pytest.raises(ValueError, match="is corrupt: its SHA-256"):
         load_checkpoint(tmp_path)
+    few = safetensors.numpy.save({"params/Dense_0/bias": np.zeros((1, 128), np.float32)})
+    path.write_bytes(few)
+    sidecar = tmp_path / SIDECAR
+    sidecar.write_text(json.dumps({**json.loads(sidecar.read_text()), "sha256": hashlib.sha256(few).hexdigest()}))
+    with pytest.raises(ValueError, match=r"expected .* to hold params/Dense_0/bias as float32 \(2, "):
+        load_checkpoint(tmp_path)
     path.unlink()
     with pytest.raises(ValueError, match="tensors are missing"):
         load_checkpoint(tmp_path)
@@ -97,7 +121,7 @@ def test_foreign_and_broken_sidecars_are_refused(tmp_path: Path) -> None:
     for change, message in (
         ({"schema": "other/1"}, "to have the schema"),
         ({"step": "many"}, "is not a complete checkpoint"),
-        ({"seeds": [1, 2, 3]}, r"expected .* as float32 \(3, "),
+        ({"seeds": [1, 2, 3]}, "in history to be 3 numbers"),
         ({"protocol": {}}, "is not a complete checkpoint"),
     ):
         sidecar.write_text(json.dumps({**content, **change}))
@@ -107,6 +131,46 @@ def test_foreign_and_broken_sidecars_are_refused(tmp_path: Path) -> None:
     sidecar.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="it has no 'history'"):
         load_checkpoint(tmp_path)
+
+
+ENTRY = _checkpoint().history[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": math.inf}, "step to be a whole number"),
+        ({"step": 5.0}, "step to be a whole number"),
+        ({"step": -1}, "step to be a whole number of at least 0"),
+        ({"step": 11}, "step to be at most 10, got 11"),
+        ({"step": 10}, "history to end with step 10, got 5"),
+        ({"chunk": 0}, "chunk to be a whole number of at least 1"),
+        ({"seeds": [-1, 4]}, "seeds to be different whole numbers"),
+        ({"seeds": [3, 2**40]}, "seeds to be different whole numbers"),
+        ({"seeds": [3, 3]}, "seeds to be different whole numbers"),
+        ({"seeds": 2}, "is not a complete checkpoint"),
+        ({"seconds": math.nan}, "seconds to be a finite number"),
+        ({"provenance": 3}, "is not a complete checkpoint"),
+        ({"tensors": "../other.safetensors"}, "tensors to be called"),
+        ({"tensors": 3}, "is not a complete checkpoint"),
+        ({"history": []}, "history to be one or more objects"),
+        ({"history": [1, 2]}, "history to be one or more objects"),
+        ({"history": 5}, "history to be one or more objects"),
+        ({"history": [{**ENTRY, "spread": None}]}, "spread of step 5 in history to be 2 numbers"),
+        ({"history": [{**ENTRY, "loss": [0.1]}]}, "loss of step 5 in history to be 2 numbers"),
+        ({"history": [{**ENTRY, "bound": ["a", 1]}]}, "bound of step 5 in history to be a finite number"),
+        ({"history": [{**ENTRY, "bound": [math.nan, 1]}]}, "bound of step 5 in history to be a finite number"),
+        ({"history": [ENTRY, ENTRY]}, "a step of history to be a whole number of at least 6"),
+        ({"history": [{**ENTRY, "step": 7}]}, "a step of history to be at most 5"),
+    ],
+)
+def test_edited_sidecars_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    _checkpoint().save(tmp_path)
+    sidecar = tmp_path / SIDECAR
+    sidecar.write_text(json.dumps({**json.loads(sidecar.read_text()), **change}))
+    with pytest.raises(ValueError, match=message) as raised:
+        load_checkpoint(tmp_path)
+    assert "\n" not in str(raised.value)
 
 
 def test_another_run_is_refused() -> None:

@@ -118,5 +118,6 @@ def test_p_values_where_the_t_test_has_none() -> None:
     assert paired_p_values(row, row) == [1.0]
     assert paired_p_values([[0.25, 0.5, 0.75]], row) == [0.0]
     assert paired_p_values([[0.25]], [[0.5]]) == [None]
+    assert paired_p_values([[0.25, 0.5]], [[0.5, 0.75]]) == [None]
     with pytest.raises(ValueError, match="two tables"):
         paired_p_values(row, [0.5, 0.75, 1.0])

@@ -55,8 +55,4 @@ def test_counts_add_up(samples: Samples) -> None:
 def test_policies_are_fitted_to_the_samples(samples: Samples) -> None:
     pooled = samples.fit(degree=2)
     assert pooled == sharpmax.fit_policy(samples.entropies, samples.betas, 2)
-    each = samples.fit_each(degree=1, beyond="extrapolate")
-    assert len(each) == len(SEEDS)
-    mine = samples.seed == SEEDS[0]
-    assert each[0] == sharpmax.fit_policy(samples.entropies[mine], samples.betas[mine], 1, beyond="extrapolate")
     assert samples.fit_monotone(4) == sharpmax.fit_monotone(samples.entropies, samples.betas, 4)

@@ -125,7 +125,9 @@ def test_policies_act_on_the_weights() -> None:
 
 def test_spread_is_below_the_bound_of_proposition_3_1() -> None:
     params = _params()
-    spread, bound = jax.jit(model.spread_and_bound)(params, BATCH)
+    spread, x, y = jax.jit(model.spread_and_vectors)(params, BATCH)
+    layer = params[model.ATTENTION]
+    bound = model.bound(model.augmented(layer["query"]), model.augmented(layer["key"]), x, y)
     e = jax.jit(model.logits)(params, BATCH)
     np.testing.assert_allclose(spread, e.max(-1) - e.min(-1), rtol=1e-4)
     assert np.all(np.asarray(spread) <= np.asarray(bound))

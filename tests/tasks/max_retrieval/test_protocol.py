@@ -54,6 +54,12 @@ def test_presets_have_names() -> None:
         ({"emphasis": 1.5}, "emphasis to be at most 1"),
         ({"schedule": "step"}, "schedule to be one of constant, linear, cosine"),
         ({"steps": 0}, "steps to be a whole number of at least 1"),
+        ({"steps": 2**31}, "steps to be at most 2,147,483,647, got 2,147,483,648"),
+        ({"warmup": 2**31}, "warmup to be at most 2,147,483,647"),
+        ({"sizes": (5, 2**31)}, "the largest size to be at most 2,147,483,647"),
+        ({"anneal": (1.0, 1e308)}, r"anneal to be at most 1e\+38, got 1e\+308"),
+        ({"l2": 1e39}, r"l2 to be at most 1e\+38"),
+        ({"clip": 1e39}, r"clip to be at most 1e\+38"),
         ({"batch": 1.5}, "batch to be a whole number"),
         ({"sizes": (5,)}, "sizes to be two numbers"),
         ({"sizes": (16, 5)}, "the largest size to be a whole number of at least 16"),
@@ -69,8 +75,9 @@ def test_bad_fields_are_refused(change: dict[str, Any], message: str) -> None:
 
 def test_bad_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    with pytest.raises(ValueError, match="one of paper, sharp, or a JSON file"):
-        load_protocol("papper")
+    for name in ("papper", "", tmp_path):
+        with pytest.raises(ValueError, match="one of paper, sharp, or a JSON file"):
+            load_protocol(name)
     path.write_text("{")
     with pytest.raises(ValueError, match="is not a protocol file"):
         load_protocol(path)

@@ -131,5 +131,8 @@ def test_the_probe_is_the_mean_over_its_sets() -> None:
     spread, bound = step.probe(theta, seeds, items=5, precision="highest")
     for i, seed in enumerate((4, 9)):
         batch = sample(stream_key(seed, Stream.PROBE), 128, 5)
-        expected = jax.jit(model.spread_and_bound)(step.unravel(theta[i]), batch)
-        np.testing.assert_allclose((spread[i], bound[i]), [e.mean() for e in map(np.asarray, expected)], rtol=1e-4)
+        params = step.unravel(theta[i])
+        spreads, x, y = jax.jit(model.spread_and_vectors)(params, batch)
+        layer = params[model.ATTENTION]
+        bounds = model.bound(model.augmented(layer["query"]), model.augmented(layer["key"]), x, y)
+        np.testing.assert_allclose((spread[i], bound[i]), (spreads.mean(), bounds.mean()), rtol=1e-4)

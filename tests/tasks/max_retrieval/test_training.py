@@ -1,6 +1,7 @@
 """Training: it learns, and a run that was killed ends as one that was not."""
 
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from sharpmax.tasks.max_retrieval import load_checkpoint, train, train_together
 from sharpmax.tasks.max_retrieval.checkpoint import SIDECAR, Checkpoint
 from sharpmax.tasks.max_retrieval.protocol import Protocol
-from sharpmax.tasks.max_retrieval.training import Progress, progress_bar
+from sharpmax.tasks.max_retrieval.training import CHUNK, Progress, progress_bar
 
 SMALL = Protocol(steps=12, batch=8, sizes=(3, 4), average=0.9)
 SEEDS = (0, 7)
@@ -104,7 +105,7 @@ def test_it_learns_in_a_few_hundred_steps() -> None:
     trained = train(
         Protocol(steps=240, batch=32, sizes=(5, 6), schedule="cosine"), SEEDS, chunk=80, progress=said.append
     )
-    assert [p.step for p in said] == [80, 160, 240]
+    assert [p.step for p in said] == [0, 80, 160, 240]
     assert said[-1].seconds_left == 0
     assert min(trained.history[-1]["accuracy"]) > 0.85
     assert max(trained.history[-1]["loss"]) < 0.5 * min(trained.history[1]["loss"])
@@ -112,11 +113,70 @@ def test_it_learns_in_a_few_hundred_steps() -> None:
 
 
 def test_several_devices_share_the_seeds(tmp_path: Path, uninterrupted: Checkpoint) -> None:
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    script = "import jax\nassert jax.device_count() == 2\n" + _script(SMALL)
-    command = [sys.executable, "-c", script, str(tmp_path)]
+    """As many of four devices as divide the seeds; the two seeds of this run are on two."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "-c", ON_FOUR + _script(SMALL), str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | _environment() | flags)
     np.testing.assert_allclose(load_checkpoint(tmp_path).state.theta, uninterrupted.state.theta, atol=1e-5)
+
+
+ON_FOUR = """
+import jax
+from sharpmax.tasks.max_retrieval import training
+assert [len(training.devices_for(members)) for members in (1, 2, 6, 7, 8, 10)] == [1, 2, 3, 1, 4, 2]
+record = training._record
+def checked(histories, step, seeds, metrics, state, *rest):
+    assert step == 0 or len(state.theta.sharding.device_set) == 2
+    record(histories, step, seeds, metrics, state, *rest)
+training._record = checked
+"""
+
+
+def test_a_run_that_diverges_goes_on_and_is_kept(tmp_path: Path) -> None:
+    protocols = [dataclasses.replace(SMALL, steps=4, average=0.0, learning_rate=rate) for rate in (1e5, 1e-3)]
+    run = train(protocols[0], SEEDS, tmp_path, chunk=2)
+    assert np.isnan(run.state.theta).any(axis=1).all()
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.finished
+    assert loaded.history == run.history
+    assert loaded.history[-1]["bound"] == loaded.history[-1]["loss"] == [None, None]
+    lost, kept = train_together(protocols, SEEDS, chunk=2)
+    assert lost.history[-1]["bound"] == [None, None]
+    assert all(0 < s < b for s, b in zip(kept.history[-1]["spread"], kept.history[-1]["bound"], strict=True))
+
+
+def test_chunks_are_short_on_a_cpu_and_the_history_too() -> None:
+    run = train(dataclasses.replace(SMALL, steps=50, batch=1), SEEDS, chunk=1)
+    assert [entry["step"] for entry in run.history] == [0, *(-(-50 * k // 20) for k in range(1, 21))]
+    assert CHUNK["cpu"] <= 250
+    assert train(SMALL, SEEDS).chunk == CHUNK["cpu"]
+
+
+OPTIMISED = """
+import sys
+from sharpmax.tasks.max_retrieval import Protocol, train
+protocol = Protocol.from_dict({protocol})
+def stop(progress):
+    if progress.step == 6:
+        raise KeyboardInterrupt
+if sys.argv[2] == "begin":
+    train(protocol, {seeds}, sys.argv[1] + "/whole", chunk=3)
+    try:
+        train(protocol, {seeds}, sys.argv[1] + "/part", chunk=3, progress=stop)
+    except KeyboardInterrupt:
+        pass
+else:
+    train(protocol, {seeds}, sys.argv[1] + "/part")
+"""
+
+
+def test_a_resumed_run_ends_the_same_with_all_of_the_compilers_optimisations(tmp_path: Path) -> None:
+    script = OPTIMISED.format(protocol=dataclasses.replace(SMALL, steps=9).to_dict(), seeds=SEEDS)
+    environment = os.environ | _environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    for part in ("begin", "resume"):
+        subprocess.run([sys.executable, "-c", script, str(tmp_path), part], check=True, env=environment)
+        assert load_checkpoint(tmp_path / "part").step == {"begin": 3, "resume": 9}[part]
+    _assert_same(load_checkpoint(tmp_path / "part"), load_checkpoint(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("seeds", [(), (0, 0), (-1,), (2**32,), (0.5,)])
@@ -138,3 +198,8 @@ def test_the_progress_bar_says_where_training_stands(capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "50/100" in said
     assert "0.2500" in said
+    with progress_bar("training") as show:
+        show(Progress(0, 100, math.nan, math.nan, 0.0, math.inf))
+    said = capsys.readouterr().out
+    assert "0/100" in said.replace(" ", "")
+    assert "compiling" in said

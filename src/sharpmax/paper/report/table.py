@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..table1_views import ABOVE, BELOW, SIGNIFICANT, cells, comparison
+from ..table1_views import ABOVE, BELOW, CEILING, SIGNIFICANT, cells, comparison
 from .summary import NEAR
 from .tags import escape, grid, row, tag
 
 LEGEND = (
     "Accuracy in %, by number of items. <b>Bold</b>: the best of our rows at this size. {above} above and {below} "
-    "below softmax with p&nbsp;&lt;&nbsp;{p:g}. Shading follows the accuracy. The ceiling is how often the true "
-    "maximum has the largest logit."
+    "below softmax with p&nbsp;&lt;&nbsp;{p:g}. Shading follows the accuracy. {ceiling}"
 )
 SAME_RECIPE = ' Distances of more than {near:g} points are <span class="far">marked</span>.'
 OTHER_RECIPE = " These heads were trained by another recipe than the paper's, so the distances are no errors."
@@ -37,7 +36,7 @@ def _accuracy(data: Mapping[str, Any]) -> str:
         _group(
             "Ours less the paper's, in points", len(data["sizes"]), [_distance(*line, reproduced) for line in distances]
         ),
-        legend=legend.format(above=ABOVE, below=BELOW, p=SIGNIFICANT, near=NEAR),
+        legend=legend.format(above=ABOVE, below=BELOW, p=SIGNIFICANT, ceiling=CEILING, near=NEAR),
         label=f"Table 1 of the heads {data['name']}",
         class_="accuracy",
     )

@@ -12,7 +12,7 @@ from .checkpoint import Checkpoint, load_checkpoint  # noqa: E402
 from .evaluation import Evaluation, evaluate, paired_p_values  # noqa: E402
 from .fitting import Samples, collect  # noqa: E402
 from .protocol import PRESETS, Protocol, load_protocol  # noqa: E402
-from .training import Trained, progress_bar, train, train_together  # noqa: E402
+from .training import Trained, find_begun, progress_bar, train, train_together  # noqa: E402
 
 __all__ = [
     "PRESETS",
@@ -23,6 +23,7 @@ __all__ = [
     "Trained",
     "collect",
     "evaluate",
+    "find_begun",
     "load_checkpoint",
     "load_protocol",
     "paired_p_values",

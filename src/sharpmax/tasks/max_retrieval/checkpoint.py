@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,18 @@ import safetensors
 import safetensors.numpy
 
 from ...core.files import write_bytes, write_text
+from ...core.policies.base import check_number
 from .model import SHAPES, Params, is_shape
-from .protocol import Protocol
+from .protocol import Protocol, check_whole
 from .step import State, unravel
 
 SCHEMA = "sharpmax.max-retrieval-checkpoint/1"
 SIDECAR = "checkpoint.json"
+TENSORS = re.compile(r"checkpoint-[0-9a-f]{16}\.safetensors")
+"""What files of tensors are called."""
+
+TEMPORARY = re.compile(r"\.checkpoint(-[0-9a-f]{16}\.safetensors|\.json)\.\w{8}")
+"""What a write that was killed leaves."""
 
 _LEAVES = {
     "/".join(key.key for key in path): shape for path, shape in jax.tree.flatten_with_path(SHAPES, is_leaf=is_shape)[0]
@@ -37,7 +45,8 @@ class Checkpoint:
     Attributes:
       state: parameters (and while training, Adam's moments and the average), flat, ``[seeds, D]`` each. A finished run
         keeps no moments.
-      history: one entry per chunk: ``step``, and ``loss``, ``accuracy``, ``spread`` and ``bound`` for each seed.
+      history: an entry for step 0 and for some of the chunks: ``step``, and for each seed ``spread`` and ``bound``
+        after it, and ``loss`` and ``accuracy``, means over the chunk; ``None`` where a run diverged.
       chunk: steps between checkpoints.
       seconds: how long training took, compilation included.
       provenance: whatever the caller wants to say about how it was made.
@@ -90,8 +99,8 @@ class Checkpoint:
         }
         write_bytes(directory / name, content)
         write_text(directory / SIDECAR, json.dumps(sidecar, indent=1, allow_nan=False) + "\n")
-        for old in directory.glob("checkpoint-*.safetensors"):
-            if old.name != name:
+        for old in directory.iterdir():
+            if old.name != name and (TENSORS.fullmatch(old.name) or TEMPORARY.fullmatch(old.name)):
                 old.unlink()
 
 
@@ -100,24 +109,57 @@ def load_checkpoint(directory: str | Path) -> Checkpoint:
     path = Path(directory) / SIDECAR
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{directory} holds no checkpoint: there is no {SIDECAR} in it") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ValueError(f"{directory} holds no checkpoint: there is no file {SIDECAR} in it") from None
+    except ValueError as error:
         raise ValueError(f"{path} is not a checkpoint: {error}") from None
     schema = sidecar.get("schema") if isinstance(sidecar, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"expected {path} to have the schema {SCHEMA!r}, got {schema!r}")
     try:
         protocol = Protocol.from_dict(sidecar["protocol"])
-        seeds = tuple(int(seed) for seed in sidecar["seeds"])
-        step, chunk, digest = int(sidecar["step"]), int(sidecar["chunk"]), str(sidecar["sha256"])
-        tensors = path.parent / Path(sidecar["tensors"]).name
-        rest = {"history": list(sidecar["history"]), "provenance": dict(sidecar["provenance"])}
-        seconds = float(sidecar["seconds"])
+        seeds = checked_seeds(sidecar["seeds"])
+        step, chunk = check_whole(sidecar["step"], "step", 0, protocol.steps), check_whole(sidecar["chunk"], "chunk", 1)
+        history = _checked_history(sidecar["history"], step, len(seeds), finished=step == protocol.steps)
+        tensors, digest, provenance = sidecar["tensors"], str(sidecar["sha256"]), dict(sidecar["provenance"])
+        seconds = check_number(sidecar["seconds"], "seconds", least=0)
+        if not TENSORS.fullmatch(tensors):
+            raise ValueError(f"expected tensors to be called {TENSORS.pattern}, got {tensors!r}")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a complete checkpoint: {_reason(error)}") from None
-    state = _state(tensors, digest, len(seeds), moments=step < protocol.steps, averaged=protocol.average > 0)
-    return Checkpoint(protocol, seeds, step, chunk, state, seconds=seconds, **rest)
+    moments, averaged = step < protocol.steps, protocol.average > 0
+    state = _state(path.parent / tensors, digest, len(seeds), moments=moments, averaged=averaged)
+    return Checkpoint(protocol, seeds, step, chunk, state, history, seconds, provenance)
+
+
+def checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    """``seeds``; refused unless they are different and JAX takes each."""
+    seeds = tuple(seeds)
+    whole = all(isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32 for seed in seeds)
+    if not seeds or not whole or len(set(seeds)) != len(seeds):
+        raise ValueError(f"expected seeds to be different whole numbers from 0 to 2**32 - 1, got {list(seeds)}")
+    return seeds
+
+
+def _checked_history(history: Any, step: int, seeds: int, *, finished: bool) -> list[dict[str, Any]]:
+    """``history``; refused unless every entry has its numbers, and a finished run an entry for its last step."""
+    if not isinstance(history, list) or not history or not all(isinstance(entry, dict) for entry in history):
+        raise ValueError("expected history to be one or more objects")
+    before = -1
+    for entry in history:
+        before = check_whole(entry.get("step"), "a step of history", before + 1, step)
+        for name in ("spread", "bound", *(("loss", "accuracy") if before else ())):
+            values = entry.get(name)
+            if not isinstance(values, list) or len(values) != seeds:
+                raise ValueError(
+                    f"expected {name} of step {before} in history to be {seeds} numbers, one for each seed"
+                )
+            for value in values:
+                if value is not None:
+                    check_number(value, f"{name} of step {before} in history")
+    if finished and before != step:
+        raise ValueError(f"expected history to end with step {step}, got {before}")
+    return history
 
 
 def _reason(error: Exception) -> str:

@@ -25,6 +25,7 @@ class Stream(IntEnum):
     VALIDATION = 2
     EVALUATION = 3
     PROBE = 4
+    STUDY = 5
 
 
 def stream_key(seed: int | jax.Array, stream: Stream) -> jax.Array:

@@ -265,8 +265,8 @@ def sample_logits(
 def paired_p_values(row: Any, baseline: Any) -> list[float | None]:
     """The p-value of the paired t-test over seeds, for every size of two tables ``[sizes, seeds]``.
 
-    Rows that are equal in every seed give 1, rows that differ by the same amount in every seed 0, and a single seed,
-    which says nothing, ``None``.
+    Rows that are equal in every seed give 1, rows that differ by the same amount in every seed 0, and fewer than three
+    seeds, which say too little, ``None``.
     """
     from scipy import stats
 
@@ -276,7 +276,7 @@ def paired_p_values(row: Any, baseline: Any) -> list[float | None]:
     values: list[float | None] = []
     for a, b in zip(row, baseline, strict=True):
         difference = a - b
-        if len(difference) < 2:
+        if len(difference) < 3:
             values.append(None)
         elif np.ptp(difference) <= 1e-12:
             values.append(1.0 if np.all(np.abs(difference) <= 1e-12) else 0.0)

@@ -15,9 +15,6 @@ from .data import Stream
 from .evaluation import sample_logits
 from .model import Params
 
-SIZES = (16, 32, 64, 128, 256, 512, 1024)
-"""Where samples are taken unless other sizes are asked for."""
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -43,11 +40,6 @@ class Samples:
         """One polynomial for all heads; ``options`` are those of :func:`sharpmax.fit_policy`."""
         return fit_policy(self.entropies, self.betas, degree, **options)
 
-    def fit_each(self, degree: int = 4, **options: Any) -> tuple[EntropyPolynomial, ...]:
-        """One polynomial for each head, in the order of the seeds."""
-        chosen = (self.seed == seed for seed in self.seeds)
-        return tuple(fit_policy(self.entropies[i], self.betas[i], degree, **options) for i in chosen)
-
     def fit_monotone(self, knots: int = 16, **options: Any) -> EntropyCurve:
         """One curve that never decreases for all heads; ``options`` are those of :func:`sharpmax.fit_monotone`."""
         return fit_monotone(self.entropies, self.betas, knots, **options)
@@ -56,8 +48,8 @@ class Samples:
 def collect(
     params: Params,
     seeds: Sequence[int],
-    sizes: Sequence[int] = SIZES,
-    sets: int = 256,
+    sizes: Sequence[int],
+    sets: int,
     *,
     method: Literal["exact", "grid"] = "exact",
     stream: Stream = Stream.VALIDATION,

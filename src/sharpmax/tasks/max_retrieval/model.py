@@ -242,10 +242,3 @@ def spread_and_vectors(params: Params, batch: Batch, precision: Any = "highest")
 def bound(query: Any, key: Any, x: Any, y: Any) -> Any:
     """Proposition 3.1's bound of the spread, for the listing's projections, which have biases and ``1 / sqrt(128)``."""
     return spread_bound(query, key, x, y, scale=1 / math.sqrt(FEATURES))
-
-
-def spread_and_bound(params: Params, batch: Batch, precision: Any = "highest") -> tuple[jax.Array, jax.Array]:
-    """The spread of the logits of every set, and Proposition 3.1's bound of it (Figure 9)."""
-    spread, x, y = spread_and_vectors(params, batch, precision)
-    layer = params[ATTENTION]
-    return spread, bound(augmented(layer["query"]), augmented(layer["key"]), x, y)

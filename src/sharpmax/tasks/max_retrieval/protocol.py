@@ -32,9 +32,27 @@ def _pair(value: Any, what: str) -> tuple[Any, Any]:
     return value[0], value[1]
 
 
-def _check_whole(value: Any, what: str, least: int) -> None:
+LARGEST_WHOLE = 2**31 - 1
+"""Whole numbers are int32 to the compiled step."""
+
+LARGEST_REAL = 1e38
+"""All others are float32, and so is twice each."""
+
+
+def check_whole(value: Any, what: str, least: int, most: int = LARGEST_WHOLE) -> int:
+    """``value``; refused unless it is a whole number from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"expected {what} to be a whole number of at least {least}, got {value!r}")
+    if value > most:
+        raise ValueError(f"expected {what} to be at most {most:,}, got {value:,}")
+    return value
+
+
+def _check_real(value: Any, what: str, least: float) -> float:
+    number = check_number(value, what, least=least)
+    if number > LARGEST_REAL:
+        raise ValueError(f"expected {what} to be at most {LARGEST_REAL:g}, got {number:g}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -86,26 +104,26 @@ class Protocol:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "epsilon", "l2", "focus", "attention_loss"):
-            set_field(self, name, check_number(getattr(self, name), name, least=0))
+            set_field(self, name, _check_real(getattr(self, name), name, 0))
         for name in ("b1", "b2", "average", "emphasis"):
             value = check_number(getattr(self, name), name, least=0)
             if value > 1 or (value == 1 and name != "emphasis"):
                 raise ValueError(f"expected {name} to be {'at most' if name == 'emphasis' else 'below'} 1, got {value}")
             set_field(self, name, value)
         for name, least in (("batch", 1), ("steps", 1), ("warmup", 0)):
-            _check_whole(getattr(self, name), name, least)
+            check_whole(getattr(self, name), name, least)
         for name, kinds in (("schedule", Schedule), ("l2_kind", L2Kind), ("l2_on", L2On), ("precision", Precision)):
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(
                     f"expected {name} to be one of {', '.join(get_args(kinds))}, got {getattr(self, name)!r}"
                 )
         if self.clip is not None:
-            set_field(self, "clip", check_number(self.clip, "clip", least=0))
+            set_field(self, "clip", _check_real(self.clip, "clip", 0))
         smallest, largest = _pair(self.sizes, "sizes")
-        _check_whole(smallest, "the smallest size", 1)
-        _check_whole(largest, "the largest size", smallest)
+        check_whole(smallest, "the smallest size", 1)
+        check_whole(largest, "the largest size", smallest)
         set_field(self, "sizes", (smallest, largest))
-        set_field(self, "anneal", tuple(check_number(v, "anneal", least=1e-9) for v in _pair(self.anneal, "anneal")))
+        set_field(self, "anneal", tuple(_check_real(v, "anneal", 1e-9) for v in _pair(self.anneal, "anneal")))
         if not callable(self.policy):
             raise ValueError(f"expected policy to be a sharpmax policy, got {self.policy!r}")
 
@@ -154,10 +172,10 @@ def load_protocol(name: str | Path) -> Protocol:
         return PRESETS[str(name)]
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         known = ", ".join(PRESETS)
         raise ValueError(f"expected a protocol to be one of {known}, or a JSON file, got {str(name)!r}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{name} is not a protocol file: {error}") from None
     return Protocol.from_dict(content)
 

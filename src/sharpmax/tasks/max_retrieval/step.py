@@ -271,12 +271,17 @@ def _step(
 def probe(theta: jax.Array, seeds: jax.Array, *, items: int, precision: str) -> tuple[np.ndarray, np.ndarray]:
     """Mean logit spread and mean bound of Proposition 3.1 on 128 fixed sets of every member (Figure 9).
 
-    Singular values are NumPy's: those of small matrices take an accelerator far longer.
+    Singular values are NumPy's: those of small matrices take an accelerator far longer. The bound of a member that
+    diverged is NaN.
     """
     spread, x, y = (np.asarray(a) for a in _probe(theta, seeds, items=items, precision=precision))
-    layer = unravel(np.asarray(theta))[ATTENTION]
-    bounds = bound(augmented(layer["query"]), augmented(layer["key"]), x, y)
-    return spread.mean(axis=0), bounds.mean(axis=0)
+    host = np.asarray(theta)
+    finite = np.isfinite(host).all(axis=-1)
+    layer = unravel(host[finite])[ATTENTION]
+    bounds = np.full_like(spread, np.nan)
+    with np.errstate(over="ignore", invalid="ignore"):
+        bounds[:, finite] = bound(augmented(layer["query"]), augmented(layer["key"]), x[:, finite], y[:, finite])
+        return spread.mean(axis=0), bounds.mean(axis=0)
 
 
 @partial(jax.jit, static_argnames=("items", "precision"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...extras import require
-from .checkpoint import SIDECAR, Checkpoint, check_same, load_checkpoint
+from .checkpoint import SIDECAR, Checkpoint, check_same, checked_seeds, load_checkpoint
 from .protocol import Numbers, Protocol, numbers
 from .step import Fixed, State, compiled_steps, initial_state, probe
 
-CHUNK = 5_000
-"""Steps between checkpoints."""
+CHUNK = {"cpu": 250, "gpu": 5_000}
+"""Steps between checkpoints unless another number is asked for, by platform: a chunk of ten heads takes some seconds,
+which is how long Ctrl-C may take."""
+
+RECORDS = 20
+"""The history has at most so many entries after the first, evenly over the steps."""
 
 UNROLL = {"cpu": 1, "gpu": 4}
 """Steps that are unrolled into one iteration of the compiled loop, by platform."""
@@ -28,7 +33,10 @@ Trained = Checkpoint
 
 
 class Progress(NamedTuple):
-    """Where training stands after a chunk; loss and accuracy are means over the chunk and all members."""
+    """Where training stands after a chunk; loss and accuracy are means over the chunk and all members.
+
+    Before the first chunk they are NaN, the speed is 0 and the time left infinite.
+    """
 
     step: int
     steps: int
@@ -43,7 +51,7 @@ def train(
     seeds: Sequence[int],
     out: str | Path | None = None,
     *,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     provenance: dict[str, Any] | None = None,
 ) -> Trained:
@@ -56,30 +64,39 @@ def train(
       protocol: how to train.
       seeds: whole numbers from 0 to 2**32 - 1, each its own head and data.
       out: a directory for checkpoints; ``None`` writes none.
-      chunk: steps between checkpoints (a run that is resumed keeps the one it began with).
-      progress: called after every chunk.
+      chunk: steps between checkpoints, by default those of :data:`CHUNK` (a run that is resumed keeps the number it
+        began with).
+      progress: called before the first chunk and after every one.
       provenance: kept in the checkpoint as it is.
     """
-    seeds = _checked_seeds(seeds)
-    begun = None
-    if out is not None and (Path(out) / SIDECAR).exists():
-        begun = load_checkpoint(out)
-        check_same(begun, protocol, seeds, out)
+    seeds, begun = checked_seeds(seeds), None if out is None else find_begun(protocol, seeds, out)
+    if begun is not None:
         if begun.finished:
             return begun
+        chunk = begun.chunk
     last = begun
-    for (last,) in _run([protocol], seeds, begun, chunk if begun is None else begun.chunk, progress, provenance or {}):
+    for (last,) in _run([protocol], seeds, begun, chunk, progress, provenance or {}):
         if out is not None:
             last.save(out)
     assert last is not None
     return last
 
 
+def find_begun(protocol: Protocol, seeds: Sequence[int], out: str | Path) -> Checkpoint | None:
+    """The checkpoint in ``out`` from which to go on, if there is one; refused if it is not of this run."""
+    seeds = checked_seeds(seeds)
+    if not (Path(out) / SIDECAR).exists():
+        return None
+    begun = load_checkpoint(out)
+    check_same(begun, protocol, seeds, out)
+    return begun
+
+
 def train_together(
     protocols: Sequence[Protocol],
     seeds: Sequence[int],
     *,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Trained]:
     """Train one head for every protocol and seed in one compiled program, without checkpoints.
@@ -89,42 +106,39 @@ def train_together(
     if not protocols:
         raise ValueError("expected at least one protocol, got none")
     trained: list[Trained] = []
-    for trained in _run(list(protocols), _checked_seeds(seeds), None, chunk, progress, {}):  # noqa: B007
+    for trained in _run(list(protocols), checked_seeds(seeds), None, chunk, progress, {}):  # noqa: B007
         pass
     return trained
-
-
-def _checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    seeds = tuple(seeds)
-    whole = all(isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32 for seed in seeds)
-    if not seeds or not whole or len(set(seeds)) != len(seeds):
-        raise ValueError(f"expected seeds to be different whole numbers from 0 to 2**32 - 1, got {list(seeds)}")
-    return seeds
 
 
 def _run(
     protocols: list[Protocol],
     seeds: tuple[int, ...],
     begun: Checkpoint | None,
-    chunk: int,
+    chunk: int | None,
     progress: Callable[[Progress], None] | None,
     provenance: dict[str, Any],
 ) -> Iterator[list[Checkpoint]]:
     """A checkpoint of every protocol after every chunk. Members are protocol by protocol, seed by seed."""
+    platform = jax.default_backend()
+    if chunk is None:
+        chunk = CHUNK.get(platform, CHUNK["gpu"])
     if chunk < 1:
         raise ValueError(f"expected chunk to be at least 1, got {chunk}")
     fixed, steps = Fixed.of(protocols), protocols[0].steps
     member_seeds = jnp.asarray(np.tile(np.asarray(seeds, np.uint32), len(protocols)))
     values = numbers_of(protocols, len(seeds))
-    step, histories, before = 0, [[] for _ in protocols], 0.0
+    step, histories, before = 0 if begun is None else begun.step, [[] for _ in protocols], 0.0
+    if progress is not None:
+        progress(Progress(step, steps, math.nan, math.nan, 0.0, math.inf))
     if begun is None:
         state = initial_state(member_seeds, fixed)
         _record(histories, 0, len(seeds), {}, state, member_seeds, fixed)
     else:
-        state, step, histories = begun.state, begun.step, [list(begun.history)]
+        state, histories = begun.state, [list(begun.history)]
         before, provenance = begun.seconds, provenance or begun.provenance
-    state, member_seeds, values = _placed((state, member_seeds, values), len(member_seeds))
-    platform = jax.default_backend()
+    devices = devices_for(len(member_seeds))
+    state, member_seeds, values = _placed((state, member_seeds, values), devices)
     began = time.perf_counter()
     first_step, settled = step, began
     while step < steps:
@@ -137,10 +151,12 @@ def _run(
             fixed=fixed,
             length=length,
             unroll=UNROLL.get(platform, 1),
-            one_by_one=platform == "cpu" and jax.device_count() == 1,
+            one_by_one=platform == "cpu" and len(devices) == 1,
         )
+        loss, accuracy = np.asarray(loss), np.asarray(accuracy)
         step += length
-        _record(histories, step, len(seeds), {"loss": loss, "accuracy": accuracy}, state, member_seeds, fixed)
+        if RECORDS * step // steps > RECORDS * (step - length) // steps:
+            _record(histories, step, len(seeds), {"loss": loss, "accuracy": accuracy}, state, member_seeds, fixed)
         now = time.perf_counter()
         if progress is not None:
             rate = (step - first_step) / (now - settled)
@@ -172,10 +188,15 @@ def numbers_of(protocols: list[Protocol], seeds: int) -> Numbers:
     return jax.tree.map(stack, *(numbers(protocol) for protocol in protocols for _ in range(seeds)))
 
 
-def _placed(tree: Any, members: int) -> Any:
-    """``tree`` spread over all devices by member where that goes evenly; as it is on one device."""
+def devices_for(members: int) -> list[Any]:
+    """As many devices as share the members evenly."""
     devices = jax.devices()
-    if len(devices) == 1 or members % len(devices):
+    return devices[: max(k for k in range(1, len(devices) + 1) if members % k == 0)]
+
+
+def _placed(tree: Any, devices: list[Any]) -> Any:
+    """``tree`` spread over ``devices`` by member; as it is on one device."""
+    if len(devices) == 1:
         return tree
     mesh = jax.sharding.Mesh(np.asarray(devices), ("members",))
     return jax.device_put(tree, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("members")))
@@ -192,7 +213,7 @@ def _record(
     histories: list[list[dict[str, Any]]],
     step: int,
     seeds: int,
-    metrics: dict[str, jax.Array],
+    metrics: dict[str, np.ndarray],
     state: State,
     member_seeds: jax.Array,
     fixed: Fixed,
@@ -216,26 +237,18 @@ def progress_bar(what: str = "training") -> Iterator[Callable[[Progress], None]]
     rich = require("rich.progress", "experiments", "the progress bar")
     columns = (
         rich.TextColumn("{task.description}"),
-        rich.BarColumn(),
+        rich.BarColumn(bar_width=10),
         rich.MofNCompleteColumn(),
-        rich.TextColumn(
-            "loss {task.fields[loss]:.4f}  accuracy {task.fields[accuracy]:.2%}  {task.fields[rate]:,.0f} steps/s"
-        ),
-        rich.TextColumn("{task.fields[left]}"),
+        rich.TextColumn("{task.fields[now]}"),
     )
     with rich.Progress(*columns) as bar:
-        task = bar.add_task(what, total=None, loss=float("nan"), accuracy=0.0, rate=0.0, left="")
+        task = bar.add_task(what, total=None, now="")
+        yield lambda p: bar.update(task, total=p.steps, completed=p.step, now=_now(p))
 
-        def show(p: Progress) -> None:
-            minutes, seconds = divmod(round(p.seconds_left), 60)
-            bar.update(
-                task,
-                total=p.steps,
-                completed=p.step,
-                loss=p.loss,
-                accuracy=p.accuracy,
-                rate=p.steps_per_second,
-                left=f"{minutes}:{seconds:02d} left",
-            )
 
-        yield show
+def _now(p: Progress) -> str:
+    if p.steps_per_second == 0:
+        return "compiling"
+    minutes, seconds = divmod(round(p.seconds_left), 60)
+    left = f"{minutes}:{seconds:02d} left"
+    return f"loss {p.loss:.4f}, {p.accuracy:.2%} right, {p.steps_per_second:,.0f}/s, {left}"
