@@ -1,0 +1,416 @@
+"""Attention with adaptive temperature on a GPU, against stock attention and a literal Figure 4, in speed and in error.
+
+    python -m benchmarks.attention [--quick] [--sweep] [--flex] [--out FILE]
+
+Two ways are measured. "stock": a kernel gives the statistics, beta and ``beta * q``, and stock attention (cuDNN) does
+the rest. "triton": a kernel gives the statistics and beta, and another one attends with beta on the logits in float32;
+its backward is "composed" (attention, then statistics) or "fused" (the gradient of beta, then all the rest at once).
+Inputs are scaled so that the paper's policy acts; the share of rows with beta above 1.3 is recorded with each result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import sharpmax
+from benchmarks.figure4 import torch_figure4
+from sharpmax.core.files import write_text
+from sharpmax.provenance import provenance
+from sharpmax.torch.geometry import ALL, Geometry
+from sharpmax.torch.triton import Tiles, prefill
+
+SHAPES = ((4, 16, 4096, 128), (1, 16, 16384, 128), (1, 16, 16384, 64), (1, 16, 32768, 128))
+ENTROPY = 4.0  # about the peak of the paper's polynomial; logits of deviation d have entropy log(n) - d^2 / 2
+POLICY: Any = sharpmax.PAPER.lower()
+CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+Grads = tuple[Tensor, ...]
+Forward = Callable[[], Any]
+
+
+class Inputs(NamedTuple):
+    """Tensors of one case, leaves of autograd, and what the kernels need to know."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    causal: bool
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(1 / math.sqrt(self.q.shape[-1]), right=0 if self.causal else ALL)
+
+
+def made(shape: tuple[int, int, int, int], causal: bool, deviation: float, dtype: torch.dtype) -> Inputs:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (torch.randn(shape, device="cuda", generator=generator) for _ in range(4))
+    factor = math.sqrt(deviation)
+    q, k, v = ((x * f).to(dtype).requires_grad_() for x, f in ((q, factor), (k, factor), (v, 1.0)))
+    return Inputs(q, k, v, do.to(dtype), causal)
+
+
+def deviation_for(length: int) -> float:
+    return math.sqrt(2 * (math.log(length) - ENTROPY))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The functions that are compared. Forward functions give the output, whole ones the gradients of q, k and v.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def stock(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend) -> Tensor:
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def stock_gradients(x: Inputs, backend: SDPBackend) -> Grads:
+    return torch.autograd.grad(stock(x.q, x.k, x.v, x.causal, backend), (x.q, x.k, x.v), x.do)
+
+
+def figure4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    logits = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        logits = logits.masked_fill(hidden, torch.finfo(q.dtype).min)  # with -inf, the listing's gradients are NaN
+    return torch_figure4(logits) @ v
+
+
+def figure4_gradients(x: Inputs) -> Grads:
+    return torch.autograd.grad(figure4(x.q, x.k, x.v, x.causal), (x.q, x.k, x.v), x.do)
+
+
+def statistics(x: Inputs, *, scaled_query: bool, config: Tiles | None = None) -> Any:
+    return prefill.row_stats_and_scaled_query(
+        x.q.detach(), x.k.detach(), x.geometry, POLICY, scaled_query=scaled_query, config=config
+    )
+
+
+def through_policy(stats: tuple[Any, ...], dbeta: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of sum and moment, given that of beta."""
+    total, moment = (s.detach().requires_grad_() for s in stats[1:3])
+    with torch.enable_grad():
+        beta = POLICY(sharpmax.RowStats(stats[0], total, moment, None, stats[4]))
+        d_sum, d_moment = torch.autograd.grad(beta, (total, moment), dbeta)
+    return d_sum, d_moment
+
+
+def rounded_forward(x: Inputs) -> Tensor:
+    """The way "stock": beta times q is rounded to the type of q."""
+    _, _, scaled = statistics(x, scaled_query=True)
+    return stock(scaled, x.k.detach(), x.v.detach(), x.causal, CUDNN)
+
+
+def rounded_gradients(x: Inputs) -> Grads:
+    stats, beta, scaled = statistics(x, scaled_query=True)
+    scaled = scaled.requires_grad_()
+    out = stock(scaled, x.k, x.v, x.causal, CUDNN)
+    d_scaled, dk, dv = torch.autograd.grad(out, (scaled, x.k, x.v), x.do)
+    q, k = x.q.detach(), x.k.detach()
+    d_sum, d_moment = through_policy(stats, (d_scaled.float() * q).sum(-1))
+    dq, dk_stats, _, _ = prefill.backward(
+        q, k, None, None, x.geometry, row_max=stats[0], grad_sum=d_sum, grad_moment=d_moment
+    )
+    return torch.addcmul(dq.float(), d_scaled, beta[..., None]).to(dq.dtype), dk + dk_stats, dv
+
+
+def exact_forward(x: Inputs) -> Tensor:
+    """The way "triton": beta meets the logits in float32."""
+    _, beta, _ = statistics(x, scaled_query=False)
+    return prefill.attend(x.q.detach(), x.k.detach(), x.v.detach(), beta, x.geometry)[0]
+
+
+def exact_gradients(x: Inputs, *, fused: bool) -> Grads:
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    stats, beta, _ = statistics(x, scaled_query=False)
+    out, lse = prefill.attend(q, k, v, beta, x.geometry)
+    given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": x.do, "row_max": stats[0]}
+    if fused:
+        dbeta, delta = prefill.beta_gradient(q, k, v, beta, x.geometry, **given)
+        d_sum, d_moment = through_policy(stats, dbeta)
+        dq, dk, dv, _ = prefill.backward(
+            q, k, v, beta, x.geometry, **given, grad_sum=d_sum, grad_moment=d_moment, delta=delta
+        )
+        assert dv is not None
+        return dq, dk, dv
+    dq, dk, dv, dbeta = prefill.backward(q, k, v, beta, x.geometry, **given, need_beta=True)
+    assert dv is not None
+    assert dbeta is not None
+    d_sum, d_moment = through_policy(stats, dbeta)
+    more = prefill.backward(q, k, None, None, x.geometry, row_max=stats[0], grad_sum=d_sum, grad_moment=d_moment)
+    return dq + more[0], dk + more[1], dv
+
+
+def flex_functions(x: Inputs) -> dict[str, Forward]:
+    """FlexAttention, plain and with beta on its scores (a way of its own, without the gradient of beta)."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    length = x.q.shape[2]
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length) if x.causal else None
+    _, beta, _ = statistics(x, scaled_query=False)
+
+    def sharpened(score: Tensor, b: Tensor, h: Tensor, i: Tensor, _: Tensor) -> Tensor:
+        return score * beta[b, h, i]
+
+    def run(score_mod: Any, gradients: bool) -> Any:
+        out = compiled(x.q, x.k, x.v, score_mod=score_mod, block_mask=mask)
+        return torch.autograd.grad(out, (x.q, x.k, x.v), x.do) if gradients else out
+
+    return {
+        f"{name} {what}": lambda mod=mod, grads=grads: run(mod, grads)
+        for name, mod in (("flex", None), ("flex with beta", sharpened))
+        for what, grads in (("forward", False), ("forward+backward", True))
+    }
+
+
+def kernels(x: Inputs) -> dict[str, Forward]:
+    """Our kernels, each alone."""
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    stats, beta, _ = statistics(x, scaled_query=False)
+    out, lse = prefill.attend(q, k, v, beta, x.geometry)
+    ones = torch.full_like(beta, 1e-3)
+    given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": x.do, "row_max": stats[0]}
+    moved: dict[str, Any] = {"grad_sum": ones, "grad_moment": ones}
+    return {
+        "kernel stats": lambda: statistics(x, scaled_query=False),
+        "kernel stats and scaled query": lambda: statistics(x, scaled_query=True),
+        "kernel attend": lambda: prefill.attend(q, k, v, beta, x.geometry),
+        "kernel backward of attend": lambda: prefill.backward(q, k, v, beta, x.geometry, **given, need_beta=True),
+        "kernel backward of stats": lambda: prefill.backward(q, k, None, None, x.geometry, row_max=stats[0], **moved),
+        "kernel backward of both": lambda: prefill.backward(q, k, v, beta, x.geometry, **given, **moved, delta=ones),
+        "kernel gradient of beta": lambda: prefill.beta_gradient(q, k, v, beta, x.geometry, **given),
+    }
+
+
+def functions(x: Inputs, flex: bool, with_figure4: bool) -> dict[str, Forward]:
+    plain = (x.q.detach(), x.k.detach(), x.v.detach(), x.causal)
+    found: dict[str, Forward] = {
+        "cudnn forward": lambda: stock(*plain, CUDNN),
+        "cudnn forward+backward": lambda: stock_gradients(x, CUDNN),
+        "flash forward": lambda: stock(*plain, FLASH),
+        "flash forward+backward": lambda: stock_gradients(x, FLASH),
+        "stock forward": lambda: rounded_forward(x),
+        "stock forward+backward": lambda: rounded_gradients(x),
+        "triton forward": lambda: exact_forward(x),
+        "triton forward+backward, composed": lambda: exact_gradients(x, fused=False),
+        "triton forward+backward, fused": lambda: exact_gradients(x, fused=True),
+        **kernels(x),
+    }
+    if flex:
+        found |= flex_functions(x)
+    if with_figure4:
+        found["figure 4 forward"] = lambda: figure4(*plain)
+        found["figure 4 forward+backward"] = lambda: figure4_gradients(x)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Measuring.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(function: Forward, quick: bool) -> float:
+    warmup, repeat = (10, 50) if quick else (25, 200)
+    return float(triton.testing.do_bench(function, warmup=warmup, rep=repeat, return_mode="median"))  # pyright: ignore
+
+
+def peak_megabytes(function: Forward) -> float:
+    """The peak of memory while ``function`` runs, beyond what is there before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def measured(name: str, function: Forward, quick: bool) -> dict[str, Any]:
+    try:
+        peak = peak_megabytes(function)
+        return {"ms": round(milliseconds(function, quick), 4), "peak_mb": round(peak, 1)}
+    except torch.OutOfMemoryError:
+        return {"ms": None, "reason": "out of memory"}
+    except RuntimeError as error:
+        return {"ms": None, "reason": f"{name}: {str(error).splitlines()[0][:200]}"}
+    finally:
+        torch.cuda.empty_cache()
+
+
+def speed(shape: tuple[int, int, int, int], causal: bool, deviation: float, quick: bool, flex: bool) -> dict[str, Any]:
+    x = made(shape, causal, deviation, torch.bfloat16)
+    _, beta, _ = statistics(x, scaled_query=False)
+    times = {
+        name: measured(name, function, quick)
+        for name, function in functions(x, flex, with_figure4=not quick or shape[2] <= 4096).items()
+    }
+    for name, time in times.items():
+        peer = "cudnn forward" + ("+backward" if "+backward" in name else "")
+        if time["ms"] is not None and times[peer]["ms"] is not None:
+            time["ratio_to_cudnn"] = round(time["ms"] / times[peer]["ms"], 3)
+    result = {
+        "shape": list(shape),
+        "causal": causal,
+        "logit_deviation": round(deviation, 3),
+        "share_beta_above_1_3": round(float((beta > 1.3).float().mean()), 4),
+        "times": times,
+    }
+    print(f"{shape} {'causal' if causal else 'full'}, {result['share_beta_above_1_3']:.0%} of beta above 1.3")
+    for name, time in times.items():
+        shown = f"{time['ms']:9.3f} ms" if time["ms"] is not None else f"  {time['reason']}"
+        print(f"  {name:36} {shown}  x{time.get('ratio_to_cudnn', math.nan):.2f}", flush=True)
+    return result
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def exact64(x: Inputs) -> tuple[Tensor, Grads, Any]:
+    """Output, gradients and beta of adaptive attention in float64."""
+    q, k, v = (t.detach().double().requires_grad_() for t in (x.q, x.k, x.v))
+    logits = q @ k.mT * x.geometry.scale
+    where = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril() if x.causal else None
+    beta = POLICY(sharpmax.row_stats(logits.detach(), where=where, with_min=False))
+    out = sharpmax.adaptive_temperature_softmax(logits, where=where) @ v
+    return out.detach(), torch.autograd.grad(out, (q, k, v), x.do.double()), beta
+
+
+def stock64(q: Tensor, x: Inputs) -> tuple[Tensor, Grads]:
+    """Output and gradients of plain attention on the query ``q`` in float64."""
+    q, k, v = (t.detach().double().requires_grad_() for t in (q, x.k, x.v))
+    with sdpa_kernel(SDPBackend.MATH):
+        out = scaled_dot_product_attention(q, k, v, is_causal=x.causal)
+    return out.detach(), torch.autograd.grad(out, (q, k, v), x.do.double())
+
+
+def accuracy(causal: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Errors against float64, as norms against norms; the peer is stock attention on the query that it is given."""
+    x = made((1, 16, 2048, 128), causal, deviation_for(2048), dtype)
+    out, grads, beta64 = exact64(x)
+    _, beta, scaled = statistics(x, scaled_query=True)
+    found = {
+        "stock": (rounded_forward(x), rounded_gradients(x)),
+        "triton, composed": (exact_forward(x), exact_gradients(x, fused=False)),
+        "triton, fused": (exact_forward(x), exact_gradients(x, fused=True)),
+        "figure 4": (figure4(x.q, x.k, x.v, causal).detach(), figure4_gradients(x)),
+    }
+    names = ("output", "dq", "dk", "dv")
+    errors = {
+        path: {n: relative(a, b) for n, a, b in zip(names, (o, *g), (out, *grads), strict=True)}
+        for path, (o, g) in found.items()
+    }
+    peer_x = Inputs(scaled.detach().requires_grad_(), x.k, x.v, x.do, causal)
+    peer64 = stock64(scaled, x)
+    peer = (stock(scaled, x.k, x.v, causal, CUDNN).detach(), *stock_gradients(peer_x, CUDNN))
+    errors["peer"] = {n: relative(a, b) for n, a, b in zip(names, peer, (peer64[0], *peer64[1]), strict=True)}
+    ratios = {
+        path: {n: round(errors[path][n] / errors["peer"][n], 3) for n in names} for path in errors if path != "peer"
+    }
+    result = {
+        "shape": list(x.q.shape),
+        "causal": causal,
+        "dtype": str(dtype).removeprefix("torch."),
+        "share_beta_above_1_3": round(float((beta > 1.3).float().mean()), 4),
+        "beta_largest_relative_error": float(((beta - beta64) / beta64).abs().max()),
+        "relative_errors": errors,
+        "ratios_to_peer": ratios,
+    }
+    print(f"errors, {result['dtype']} {'causal' if causal else 'full'}:", json.dumps(result["ratios_to_peer"]))
+    print("  beta", result["beta_largest_relative_error"], "peer", json.dumps(errors["peer"]), flush=True)
+    return result
+
+
+CANDIDATES: dict[str, tuple[Tiles, ...]] = {
+    "stats": (
+        Tiles(128, 64, 8, 4), Tiles(128, 64, 8, 4, True), Tiles(128, 64, 4, 3, True), Tiles(128, 128, 8, 2, True),
+        Tiles(128, 128, 8, 3, True), Tiles(64, 128, 4, 2, True), Tiles(64, 128, 4, 3, True),
+    ),
+    "attend": (
+        Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3, True), Tiles(128, 64, 8, 2, True), Tiles(128, 128, 8, 2, True),
+        Tiles(128, 64, 4, 3, True), Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True),
+    ),
+    "query": (
+        Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2, True), Tiles(128, 64, 8, 3, True), Tiles(64, 64, 4, 2, True),
+        Tiles(64, 64, 4, 3, True), Tiles(128, 32, 8, 3, True),
+    ),
+    "key": (
+        Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2, True), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3, True),
+        Tiles(64, 64, 4, 2, True), Tiles(64, 64, 8, 2, True), Tiles(32, 64, 4, 3, True),
+    ),
+}  # fmt: skip
+
+
+def sweep(width: int, causal: bool, quick: bool) -> list[dict[str, Any]]:
+    """The time of every kernel at every size of tile."""
+    x = made((4, 16, 4096, width), causal, deviation_for(4096), torch.bfloat16)
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    stats, beta, _ = statistics(x, scaled_query=True)
+    out, lse = prefill.attend(q, k, v, beta, x.geometry)
+    given: dict[str, Any] = {
+        "out": out,
+        "lse": lse,
+        "grad_out": x.do,
+        "row_max": stats[0],
+        "grad_sum": beta,
+        "grad_moment": beta,
+        "delta": beta,
+    }
+    runs: dict[str, Callable[[Tiles], Any]] = {
+        "stats": lambda t: statistics(x, scaled_query=True, config=t),
+        "attend": lambda t: prefill.attend(q, k, v, beta, x.geometry, config=t),
+        "query": lambda t: prefill.backward(q, k, v, beta, x.geometry, **given, config=(t, None)),
+        "key": lambda t: prefill.backward(q, k, v, beta, x.geometry, **given, config=(None, t)),
+    }
+    found = []
+    for kernel, run in runs.items():
+        for tiles in CANDIDATES[kernel]:
+            try:
+                time = round(milliseconds(lambda run=run, tiles=tiles: run(tiles), quick), 4)
+            except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
+                time = str(error).splitlines()[0][:120]
+            found.append({"kernel": kernel, "width": width, "causal": causal, "tiles": list(tiles), "ms": time})
+            print(f"  {kernel:7} {width} {'causal' if causal else 'full'} {tuple(tiles)} {time}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one shape, causal and full, short timings")
+    parser.add_argument("--sweep", action="store_true", help="time tile sizes instead")
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation is slow")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_cuda.json")
+    arguments = parser.parse_args()
+    quick, flex = arguments.quick, arguments.flex
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.attention needs a GPU")
+    content: dict[str, Any] = {"dtype": "bfloat16", "policy": sharpmax.PAPER.to_dict()}
+    if arguments.sweep:
+        modes = ((128, True),) if quick else itertools.product((128, 64), (True, False))
+        content["sweep"] = [row for width, causal in modes for row in sweep(width, causal, quick)]
+    else:
+        content["results"] = [
+            speed(shape, causal, deviation_for(shape[2]), quick, flex)
+            for shape in (SHAPES[:1] if quick else SHAPES)
+            for causal in (False, True)
+        ]
+        content["standard_normal"] = [] if quick else [speed(SHAPES[0], True, 1.0, quick, flex)]
+        content["accuracy"] = [accuracy(causal, torch.bfloat16) for causal in ((True,) if quick else (False, True))]
+    content["provenance"] = provenance()
+    content = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
+    write_text(arguments.out, json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

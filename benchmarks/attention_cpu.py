@@ -1,0 +1,145 @@
+"""Attention with adaptive temperature on a CPU against torch's own attention and against a literal Figure 4.
+
+    python -m benchmarks.attention_cpu [--lengths 4096 16384] [--rounds 3] [--threads N]
+
+One head, float32. Logits have a standard deviation of 3, where the paper's polynomial acts; the share of rows with
+beta > 1.3 is recorded. The functions run in turn, round after round, and ratios are those of their median times. Memory
+is the peak beyond the inputs while the function runs once, output included. Figure 4 holds all logits and is left out
+above --figure4-up-to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sharpmax
+from benchmarks.figure4 import torch_figure4
+from sharpmax.core.files import write_text
+from sharpmax.provenance import provenance
+from sharpmax.torch import scaled_dot_product_attention
+
+LOGIT_DEVIATION = 3.0
+Call = Callable[[], Any]
+
+
+def tensors(length: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, length, columns, generator=g) for _ in range(3))
+    return q * LOGIT_DEVIATION**0.5, k * LOGIT_DEVIATION**0.5, v
+
+
+def figure4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    logits = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
+    if causal:
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu_(1)
+        logits.masked_fill_(hidden, -1e9)
+    return torch_figure4(logits) @ v
+
+
+def calls(q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: str, with_figure4: bool) -> dict[str, Call]:
+    functions: dict[str, Callable[..., Tensor]] = {
+        "torch": functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=causal),
+        "sharpmax": functools.partial(scaled_dot_product_attention, is_causal=causal),
+        "detached": functools.partial(
+            scaled_dot_product_attention, is_causal=causal, policy=sharpmax.detached(sharpmax.PAPER)
+        ),
+        "figure4": functools.partial(figure4, causal=causal),
+    }
+    if direction == "forward":
+        functions.pop("detached")
+    if not with_figure4:
+        functions.pop("figure4")
+    if direction == "forward":
+        return {name: functools.partial(f, q, k, v) for name, f in functions.items()}
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    cotangent = torch.randn_like(v)
+    return {name: (lambda f=f: torch.autograd.grad(f(*leaves), leaves, cotangent)) for name, f in functions.items()}
+
+
+def seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def peak_bytes(call: Call) -> int:
+    """The peak of resident memory beyond what is there before ``call``."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    kept = call()
+    peak = _resident("VmHWM") - before
+    del kept
+    return peak
+
+
+def _resident(field: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def measured(
+    length: int, columns: int, causal: bool, direction: str, rounds: int, figure4_up_to: int
+) -> dict[str, Any]:
+    q, k, v = tensors(length, columns)
+    result = scaled_dot_product_attention(q, k, v, is_causal=causal, return_stats=True)
+    made = calls(q, k, v, causal, direction, length <= figure4_up_to)
+    memory = {name: peak_bytes(call) for name, call in made.items()}  # the first call also warms up
+    samples = [{name: seconds(call) for name, call in made.items()} for _ in range(rounds)]
+    times = {name: statistics.median(sample[name] for sample in samples) for name in made}
+    return {
+        "length": length,
+        "columns": columns,
+        "causal": causal,
+        "direction": direction,
+        "share_beta_above_1_3": round(float((result.beta > 1.3).float().mean()), 4),
+        "milliseconds": {name: round(1000 * t, 2) for name, t in times.items()},
+        "ratio_to_torch": {name: round(t / times["torch"], 3) for name, t in times.items() if name != "torch"},
+        "peak_mebibytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--columns", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--directions", nargs="+", default=["forward", "forward+backward"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--figure4-up-to", type=int, default=16384)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_cpu.json")
+    arguments = parser.parse_args()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    results = []
+    for length in arguments.lengths:
+        for columns in arguments.columns:
+            for direction in arguments.directions:
+                for causal in (False, True):
+                    results.append(
+                        measured(length, columns, causal, direction, arguments.rounds, arguments.figure4_up_to)
+                    )
+                    print(json.dumps(results[-1]), flush=True)
+    content = {
+        "dtype": "float32",
+        "logit_deviation": LOGIT_DEVIATION,
+        "threads": torch.get_num_threads(),
+        "rounds": arguments.rounds,
+        "results": results,
+        "provenance": provenance(["python", "-m", "benchmarks.attention_cpu", *sys.argv[1:]]),
+    }
+    write_text(arguments.out, json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

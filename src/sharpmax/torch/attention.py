@@ -1,0 +1,256 @@
+"""``scaled_dot_product_attention`` with adaptive temperature, and the statistics of attention rows.
+
+query, key  ->  row_stats  ->  policy  ->  beta  ->  softmax(beta * logits) value
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from ..core.policies import PAPER, Detached, Hard, PerHead, Policy, needs_spread
+from ..core.stats import RowStats
+from . import ops, reference
+from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked
+from .geometry import ALL
+
+IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+LARGEST_HEAD = 256
+"""Columns of a head that the Triton kernels take."""
+
+
+class Attention(NamedTuple):
+    """What ``return_stats=True`` returns: the output, and the statistics and beta of every row, ``[..., Hq, Lq]``."""
+
+    output: Tensor
+    stats: RowStats
+    beta: Tensor
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: Causal = False, scale: float | None = None, enable_gqa: bool = False, *, policy: Policy = PAPER,
+    window: Window = None, softcap: float | None = None, key_lengths: Tensor | None = None, impl: str = "auto",
+    return_stats: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: Causal = False, scale: float | None = None, enable_gqa: bool = False, *, policy: Policy = PAPER,
+    window: Window = None, softcap: float | None = None, key_lengths: Tensor | None = None, impl: str = "auto",
+    return_stats: Literal[True],
+) -> Attention: ...  # fmt: skip
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: Causal = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    policy: Policy = PAPER,
+    window: Window = None,
+    softcap: float | None = None,
+    key_lengths: Tensor | None = None,
+    impl: str = "auto",
+    return_stats: bool = False,
+) -> Tensor | Attention:
+    """Attention whose inverse temperature is chosen row by row: ``torch.nn.functional``'s, with a policy.
+
+    Args:
+      query: ``[..., Hq, Lq, D]``.
+      key, value: ``[..., H, Lk, D]`` and ``[..., H, Lk, Dv]``.
+      attn_mask: broadcasts against the logits ``[..., Hq, Lq, Lk]``; boolean (true where a key is seen), or numbers
+        that are added to the logits (``-inf``, or at most half of the type's lowest finite number, hides a key).
+      dropout_p: the probability that a weight is dropped. As in torch, always applied: pass 0 when not training.
+      is_causal: ``True`` counts positions from the first query and key, as torch does; ``"lower_right"`` from the
+        last, as a cache needs it. It may be combined with a mask.
+      scale: what products of query and key are multiplied by; ``1 / sqrt(D)`` if not given.
+      enable_gqa: allow more heads of the query than of the key; keys and values are not repeated in memory.
+      policy: maps :class:`~sharpmax.RowStats` ``[B, Hq, Lq]`` to beta; any callable, module or built-in policy.
+        Gradient flows through beta unless the policy is :func:`~sharpmax.detached`.
+      window: ``w``: keys less than ``w`` positions away are seen (the ``w`` latest, if causal); or ``(left, right)``,
+        how many keys before and after its own position a query sees, -1 for all.
+      softcap: logits are ``softcap * tanh(logits / softcap)``, before the mask is added; beta multiplies the result.
+      key_lengths: ``[B]``; keys from there on are not seen, whatever they hold.
+      impl: ``"reference"`` (all logits at once), ``"streaming"`` (any device), ``"triton"`` (GPU), ``"stock"`` (torch's
+        own attention on ``beta * query``), or ``"auto"``: see :func:`choose`. An implementation that cannot serve a
+        call says so.
+      return_stats: return :class:`Attention` in place of the output.
+
+    A query that sees no key gets 0, and so do gradients.
+    """
+    check_policy(policy)
+    check_dropout(dropout_p)
+    inputs = checked(
+        query, key, value, attn_mask, key_lengths, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
+        enable_gqa=enable_gqa,
+    )  # fmt: skip
+    chosen = choose(impl, inputs, policy)
+    with torch.autocast(device_type=inputs.q.device.type, enabled=False):
+        stats = _statistics(inputs, chosen, needs_spread(policy))
+        beta = row_betas(policy, stats)
+        output = _attend(inputs, beta, stats.max, chosen, dropout_p)
+    if not return_stats:
+        return inputs.restore(output)
+    fields = (None if field is None else inputs.restore(field) for field in stats)
+    return Attention(inputs.restore(output), RowStats(*fields), inputs.restore(beta))
+
+
+def row_stats(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float | None = None,
+    is_causal: Causal = False,
+    attn_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    enable_gqa: bool = False,
+    with_min: bool = False,
+    impl: str = "auto",
+) -> RowStats:
+    """The :class:`~sharpmax.RowStats` (entropy and all) of every attention row, ``[..., Hq, Lq]``.
+
+    Arguments are those of :func:`scaled_dot_product_attention`; ``with_min`` asks for the minimum, which the spread
+    needs. Nothing of the size of the logits is held, except by ``impl="reference"``.
+    """
+    inputs = checked(
+        query, key, None, attn_mask, key_lengths, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
+        enable_gqa=enable_gqa,
+    )  # fmt: skip
+    chosen = choose(impl, inputs, None)
+    with torch.autocast(device_type=inputs.q.device.type, enabled=False):
+        stats = _statistics(inputs, chosen, with_min)
+    return RowStats(*(None if field is None else inputs.restore(field) for field in stats))
+
+
+def choose(impl: str, inputs: Inputs, policy: Policy | None) -> str:
+    """The implementation that serves a call: ``impl`` itself, or for ``"auto"`` the first that can.
+
+    On a GPU that is ``"triton"``, which applies beta to the logits in float32; where it cannot serve (float64, heads of
+    more than 256 columns, a mask that needs a gradient, hard attention), and on every other device, ``"streaming"``.
+    ``torch.func.grad`` and its like take no custom operator; under them it is ``"reference"``.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"expected impl to be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    if impl == "auto":
+        return next(name for name in ("triton", "streaming", "reference") if not _refusal(name, inputs, policy))
+    if reason := _refusal(impl, inputs, policy):
+        others = [name for name in IMPLEMENTATIONS[1:] if not _refusal(name, inputs, policy)]
+        raise ValueError(f"impl={impl!r} does not serve {reason}; {', '.join(others)} can")
+    return impl
+
+
+def _refusal(impl: str, inputs: Inputs, policy: Policy | None) -> str:
+    """What of a call ``impl`` does not serve, empty if it serves all of it."""
+    if impl != "reference" and _differentiated_by_func():
+        return "torch.func.grad"
+    if impl == "triton":
+        return _triton_refusal(inputs, policy)
+    return _stock_refusal(inputs, policy) if impl == "stock" else ""
+
+
+def _differentiated_by_func() -> bool:
+    """Whether one of torch.func's transforms other than vmap is at work."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return any(level.key() != functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
+
+
+def _triton_refusal(inputs: Inputs, policy: Policy | None) -> str:
+    wide = any(x is not None and x.shape[-1] > LARGEST_HEAD for x in (inputs.q, inputs.v))
+    mask = inputs.mask
+    reasons = {
+        "a call without Triton installed": not HAS_TRITON,
+        f"tensors on {inputs.q.device.type}": inputs.q.device.type != "cuda",
+        "float64": inputs.q.dtype == torch.float64,
+        f"heads of more than {LARGEST_HEAD} columns": wide,
+        "the gradient of a mask": mask is not None and mask.requires_grad and torch.is_grad_enabled(),
+        "hard attention": is_hard(policy),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _stock_refusal(inputs: Inputs, policy: Policy | None) -> str:
+    geometry, mask = inputs.geometry, inputs.mask
+    aligned = not geometry.lower_right or inputs.q.shape[2] == inputs.k.shape[2]
+    causal = geometry.left == ALL and geometry.right == 0 and aligned
+    reasons = {
+        "a softcap": geometry.softcap > 0,
+        "a mask of numbers": mask is not None and mask.dtype != torch.bool,
+        "a window, or causality counted from the last key": geometry.banded and not causal,
+        "causality with a mask or key lengths": geometry.banded
+        and (mask is not None or inputs.key_lengths is not None),
+        "hard attention": is_hard(policy),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def is_hard(policy: Any) -> bool:
+    """Whether a policy gives infinite beta."""
+    if isinstance(policy, PerHead):
+        return any(is_hard(part) for part in policy.policies)
+    return is_hard(policy.policy) if isinstance(policy, Detached) else isinstance(policy, Hard)
+
+
+def row_betas(policy: Policy, stats: RowStats) -> Tensor:
+    """Beta of every row; a policy may give one number for several of them."""
+    beta = policy(stats)
+    if not isinstance(beta, Tensor):
+        beta = torch.as_tensor(beta, dtype=stats.sum.dtype, device=stats.sum.device)
+    try:
+        return beta.to(stats.sum.dtype).expand(stats.sum.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"expected the policy to give beta for rows of shape {tuple(stats.sum.shape)}, got {tuple(beta.shape)}"
+        ) from None
+
+
+def _statistics(inputs: Inputs, impl: str, with_min: bool) -> RowStats:
+    q, k, geometry, masks = inputs.q, inputs.k, inputs.geometry, (inputs.mask, inputs.key_lengths)
+    if impl == "reference":
+        return reference.row_stats(q, k, geometry, mask=masks[0], key_lengths=masks[1], with_min=with_min)
+    if impl == "stock":
+        impl = "streaming" if _triton_refusal(inputs, None) else "triton"
+    top, total, moment, lowest, count = ops.row_stats(q, k, *masks, None, None, *geometry, with_min, impl)
+    return RowStats(top, total, moment, lowest if with_min else None, count)
+
+
+def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor, impl: str, dropout_p: float) -> Tensor:
+    q, k, v, mask, key_lengths, geometry, _ = inputs
+    assert v is not None
+    if impl == "reference":
+        return reference.attend(
+            q, k, v, beta, geometry, mask=mask, key_lengths=key_lengths, dropout_p=dropout_p
+        )  # fmt: skip
+    if impl == "stock":
+        if 0 not in (*q.shape, *k.shape):
+            return _stock(inputs, beta, dropout_p)
+        impl = "streaming"
+    seed = torch.randint(1 << 31, ()) if dropout_p > 0 else None
+    return ops.attend(
+        q, k, v, beta, row_max, mask, key_lengths, None, None, seed, *geometry, float(dropout_p), impl
+    )[0]  # fmt: skip
+
+
+def _stock(inputs: Inputs, beta: Tensor, dropout_p: float) -> Tensor:
+    q, k, v, mask, key_lengths, geometry, _ = inputs
+    assert v is not None
+    if key_lengths is not None:
+        seen = torch.arange(k.shape[2], device=k.device) < key_lengths.view(-1, 1, 1, 1)
+        mask = seen if mask is None else mask & seen
+        k, v = (torch.where(seen.mT, x, 0.0) for x in (k, v))
+    scaled = (q * beta[..., None]).to(q.dtype)
+    return torch.nn.functional.scaled_dot_product_attention(
+        scaled, k, v, mask, dropout_p, geometry.banded, scale=geometry.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )

@@ -1,0 +1,238 @@
+"""Logits in blocks: the walk over queries and keys that the streaming implementation does, forward and backward.
+
+A *span* is a few batch elements and key heads at a time. The query heads that share a key head are folded into the rows
+of its blocks, so keys and values are never repeated. A block is small enough to stay in cache, and blocks without any
+visible logit are never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .geometry import ALL, Geometry
+
+
+class Sizes(NamedTuple):
+    """How many rows and keys one block has at most, and how many logits all blocks of a span have together."""
+
+    rows: int
+    keys: int
+    logits: int
+
+
+CPU, ACCELERATOR = Sizes(256, 1024, 1 << 18), Sizes(1024, 4096, 1 << 25)
+
+
+def accumulation(dtype: torch.dtype) -> torch.dtype:
+    """The type that everything is computed in: float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def hidden_logit(dtype: torch.dtype) -> float:
+    """What stands for a logit that is not seen: finite, so that 0 times it is 0."""
+    return torch.finfo(dtype).min / 2
+
+
+class Buffers:
+    """Memory that is used again for every block."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.held: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        size = 1
+        for length in shape:
+            size *= length
+        held = self.held.get(name)
+        if held is None or held.numel() < size:
+            held = self.held[name] = self.like.new_empty(size, dtype=accumulation(self.like.dtype))
+        return held[:size].view(shape)
+
+
+class Rows(NamedTuple):
+    """A block of query positions ``[first, last)`` of a span and the key blocks that it sees some of."""
+
+    first: int
+    last: int
+    keys: list[tuple[int, int]]
+
+
+class Span:
+    """Some batch elements and key heads of a call: tensors ``[n, length, columns]``, with ``n`` pairs of the two."""
+
+    def __init__(self, call: Call, batches: slice, heads: slice) -> None:
+        self.call, self.batches, self.heads = call, batches, heads
+        self.shape = (batches.stop - batches.start, heads.stop - heads.start, call.group)
+        self.n = self.shape[0] * self.shape[1]
+        self.key = self._whole(call.k)
+        self.value = None if call.v is None else self._whole(call.v)
+        self.lengths = None
+        shortest = longest = call.k.shape[2]
+        if call.key_lengths is not None:
+            self.lengths = call.key_lengths[batches].view(-1, 1, 1, 1, 1)
+            shortest = 0
+            if call.q.device.type == "cpu":
+                shortest, longest = (int(x) for x in torch.aminmax(self.lengths.clamp(0, longest)))
+        offset = call.q.shape[2] if call.geometry.lower_right else 0
+        self.shifts = (shortest - offset, longest - offset) if call.geometry.lower_right else (0, 0)
+        self.shortest, self.longest = shortest, longest
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Keys or values of the span; what lies beyond a key length may be anything, and becomes 0."""
+        part = x[self.batches, self.heads].to(self.call.dtype)
+        if self.call.key_lengths is not None:
+            beyond = self.call.positions >= self.call.key_lengths[self.batches].view(-1, 1, 1)
+            part = part.masked_fill(beyond[..., None], 0.0)
+        return part.reshape(self.n, x.shape[2], x.shape[3])
+
+    def rows(self) -> Iterator[Rows]:
+        """The blocks of rows, from the first to the last."""
+        left, right = self.call.geometry.left, self.call.geometry.right
+        length, step = self.call.q.shape[2], max(1, self.call.sizes.rows // self.call.group)
+        for first in range(0, length, step):
+            last = min(first + step, length)
+            low = 0 if left == ALL else max(0, first + self.shifts[0] - left)
+            high = self.longest if right == ALL else min(self.longest, last + self.shifts[1] + right)
+            keys = self.call.sizes.keys
+            yield Rows(first, last, [(j, min(j + keys, high)) for j in range(low, high, keys)])
+
+    def of_rows(self, x: Tensor, rows: Rows) -> Tensor:
+        """The part of ``x`` (``[B, Hq, Lq, ...]``) that belongs to a block of rows: ``[n, rows, ...]``."""
+        part = self._grouped(x)[self.batches, self.heads, :, rows.first : rows.last]
+        return part.reshape(self.n, self.call.group * (rows.last - rows.first), *x.shape[3:])
+
+    def put_rows(self, x: Tensor, rows: Rows, part: Tensor) -> None:
+        """Write ``part`` (``[n, rows, ...]``) where :meth:`of_rows` would read it."""
+        target = self._grouped(x)[self.batches, self.heads, :, rows.first : rows.last]
+        target.copy_(part.view(target.shape))
+
+    def put_keys(self, x: Tensor, part: Tensor) -> None:
+        """Write ``part`` (``[n, Lk, columns]``) into ``x`` (``[B, Hkv, Lk, columns]``)."""
+        x[self.batches, self.heads] = part.view(*self.shape[:2], *x.shape[2:]).to(x.dtype)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, self.call.group))
+
+    def query(self, rows: Rows) -> Tensor:
+        """The queries of a block of rows, times the scale."""
+        return self.of_rows(self.call.q, rows).to(self.call.dtype) * self.call.geometry.scale
+
+    def hidden(self, rows: Rows, keys: tuple[int, int]) -> Tensor | None:
+        """Which logits of a block do not count, broadcastable to ``[b, h, group, rows, keys]``; ``None`` if all do."""
+        call, (start, stop) = self.call, keys
+        left, right = call.geometry.left, call.geometry.right
+        clear = stop <= self.shortest
+        clear &= left == ALL or start >= rows.last - 1 + self.shifts[1] - left
+        clear &= right == ALL or stop - 1 <= rows.first + self.shifts[0] + right
+        seen = None
+        if not clear:
+            lengths = call.k.shape[2] if self.lengths is None else self.lengths
+            at = torch.arange(rows.first, rows.last, device=call.q.device)
+            seen = call.geometry.visible(at, call.positions[start:stop], call.q.shape[2], lengths)
+        if call.mask is not None:
+            tile = self.mask_tile(rows, keys)
+            shown = tile if tile.dtype == torch.bool else tile > torch.finfo(tile.dtype).min / 2
+            seen = shown if seen is None else seen & shown
+        return None if seen is None else ~seen
+
+    def mask_index(self, rows: Rows, keys: tuple[int, int]) -> tuple[slice, ...]:
+        """Where the mask of a block stands in the mask, whose axes may have size 1."""
+        mask, group = self.call.mask, self.call.group
+        assert mask is not None
+        heads = slice(self.heads.start * group, self.heads.stop * group)
+        wanted = (self.batches, heads, slice(rows.first, rows.last), slice(*keys))
+        return tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, wanted, strict=True))
+
+    def mask_tile(self, rows: Rows, keys: tuple[int, int]) -> Tensor:
+        """The mask of a block, broadcastable to ``[b, h, group, rows, keys]``."""
+        assert self.call.mask is not None
+        tile = self.call.mask[self.mask_index(rows, keys)]
+        return tile.unsqueeze(2) if tile.shape[1] == 1 else tile.unflatten(1, self.shape[1:])
+
+    def logits(self, query: Tensor, rows: Rows, keys: tuple[int, int], *, slope: bool = False) -> Block:
+        """The logits of a block; ``slope`` keeps the derivative of the softcap."""
+        call, (start, stop) = self.call, keys
+        z = call.buffers("logits", self.n, query.shape[1], stop - start)
+        product(query, self.key[:, start:stop].mT, z)
+        bent = None
+        if call.geometry.softcap > 0:
+            z.div_(call.geometry.softcap).tanh_()
+            if slope:
+                bent = torch.mul(z, z, out=call.buffers("slope", *z.shape)).neg_().add_(1.0)
+            z.mul_(call.geometry.softcap)
+        if call.biased:
+            self.wide(z).add_(self.mask_tile(rows, keys))
+        hidden = self.hidden(rows, keys)
+        self.fill(z, hidden, hidden_logit(call.dtype))
+        return Block(z, hidden, bent)
+
+    def wide(self, block: Tensor) -> Tensor:
+        """A block ``[n, rows, keys]`` as ``[b, h, group, positions, keys]``."""
+        return block.view(*self.shape, -1, block.shape[-1])
+
+    def fill(self, block: Tensor, hidden: Tensor | None, value: float) -> None:
+        """Put ``value`` where logits do not count."""
+        if hidden is not None:
+            self.wide(block).masked_fill_(hidden, value)
+
+
+class Block(NamedTuple):
+    """Logits ``[n, rows, keys]``, which of them do not count, and the derivative of the softcap."""
+
+    logits: Tensor
+    hidden: Tensor | None
+    slope: Tensor | None
+
+
+class Call:
+    """What one pass works on: ``q [B, Hq, Lq, D]``, ``k [B, Hkv, Lk, D]``, ``v``, and which keys are seen."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        geometry: Geometry,
+        mask: Tensor | None,
+        key_lengths: Tensor | None,
+    ) -> None:
+        self.q, self.k, self.v, self.geometry, self.mask, self.key_lengths = q, k, v, geometry, mask, key_lengths
+        self.group = q.shape[1] // max(1, k.shape[1])
+        self.dtype = accumulation(q.dtype)
+        self.biased = mask is not None and mask.dtype != torch.bool
+        self.buffers = Buffers(q)
+        self.positions = torch.arange(k.shape[2], device=q.device)
+        self.sizes = CPU if q.device.type == "cpu" else ACCELERATOR
+
+    def spans(self) -> Iterator[Span]:
+        """All batch elements and key heads, a span at a time."""
+        batch, heads = self.k.shape[:2]
+        if self.q.numel() == 0:
+            return
+        rows = min(self.q.shape[2] * self.group, max(self.sizes.rows, self.group))
+        pairs = max(1, self.sizes.logits // (rows * max(1, min(self.k.shape[2], self.sizes.keys))))
+        by_batch, by_head = max(1, pairs // heads), min(pairs, heads)
+        for b in range(0, batch, by_batch):
+            for h in range(0, heads, by_head):
+                yield Span(self, slice(b, min(b + by_batch, batch)), slice(h, min(h + by_head, heads)))
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """``a @ b`` for every pair of a span, into ``out``."""
+    if a.shape[0] == 1:
+        torch.mm(a[0], b[0], out=out[0])
+        return out
+    return torch.bmm(a, b, out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b`` for every pair of a span."""
+    if a.shape[0] == 1:
+        total[0].addmm_(a[0], b[0])
+    else:
+        total.baddbmm_(a, b)

@@ -1,0 +1,190 @@
+"""Checks of what attention is called with, and one layout for all of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.arrays import broadcasts, product
+from .geometry import ALL, Geometry
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Causal = bool | Literal["lower_right"]
+Window = int | tuple[int, int] | None
+
+
+class Inputs(NamedTuple):
+    """Checked arguments: ``[B, H, L, D]`` tensors, a mask ``[B or 1, H or 1, Lq or 1, Lk or 1]``, and the geometry."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    mask: Tensor | None
+    key_lengths: Tensor | None
+    geometry: Geometry
+    leading: tuple[int, ...]
+
+    def restore(self, x: Tensor) -> Tensor:
+        """``x`` (``[B, Hq, Lq, ...]``) with the axes before the length that the query had."""
+        return x.reshape(*self.leading, *x.shape[2:])
+
+
+def checked(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    key_lengths: Any,
+    *,
+    is_causal: Causal,
+    scale: float | None,
+    window: Window,
+    softcap: float | None,
+    enable_gqa: bool,
+) -> Inputs:
+    """The arguments of attention in one layout; bad ones are refused."""
+    tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    check_tensors(tensors)
+    query, key, value, attn_mask = under_autocast(query, key, value, attn_mask)
+    _check_shapes(query, key, value, enable_gqa)
+    geometry = geometry_of(query, is_causal, scale, window, softcap)
+    batch, leading = product(query.shape[:-3]), tuple(query.shape[:-2])
+    heads = query.shape[-3] if query.ndim > 2 else 1
+    logits = (*leading, query.shape[-2], key.shape[-2])
+    q, k, v = (None if x is None else _four(x) for x in (query, key, value))
+    assert q is not None
+    assert k is not None
+    return Inputs(
+        q, k, v, _mask(attn_mask, logits, heads), _lengths(key_lengths, batch, query.device), geometry, leading
+    )
+
+
+def check_tensors(tensors: dict[str, Any]) -> None:
+    """Refuse what is not a floating-point tensor, or not of the type and device of the first."""
+    first = next(iter(tensors.values()))
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"expected {name} to be a torch tensor, got {type(x).__name__}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"expected {name} of type float16, bfloat16, float32 or float64, got {_name(x.dtype)}")
+        if x.device != first.device:
+            raise ValueError(f"expected {', '.join(tensors)} on one device, got {first.device} and {x.device}")
+    types = {x.dtype for x in tensors.values()}
+    if len(types) > 1 and not torch.is_autocast_enabled(first.device.type):
+        raise TypeError(f"expected {', '.join(tensors)} of one type, got {', '.join(sorted(map(_name, types)))}")
+
+
+def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors as autocast casts the arguments of torch's own attention; unchanged where it is off."""
+    first = tensors[0]
+    assert first is not None
+    kind = first.device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    to = torch.get_autocast_dtype(kind)
+    narrow = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(x.to(to) if isinstance(x, Tensor) and x.dtype in narrow else x for x in tensors)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool) -> None:
+    tensors = [x for x in (query, key, value) if x is not None]
+    if query.ndim < 2 or any(x.ndim != query.ndim for x in tensors):
+        raise misfit("tensors [..., length, columns] with the same number of axes", tensors)
+    if query.shape[-1] != key.shape[-1] or query.shape[-1] == 0:
+        raise misfit("query and key with the same number of columns, at least 1", tensors)
+    if value is not None and value.shape[:-1] != key.shape[:-1]:
+        raise misfit("key and value alike but for their columns", tensors)
+    if query.shape[:-3] != key.shape[:-3]:
+        raise misfit("the same batch axes", tensors)
+    if query.ndim > 2 and query.shape[-3] != key.shape[-3]:
+        if not enable_gqa:
+            raise misfit("as many heads of query as of key, or enable_gqa=True", tensors)
+        if key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]:
+            raise misfit("the query's heads to be a multiple of the key's", tensors)
+
+
+def misfit(expected: str, tensors: list[Tensor]) -> ValueError:
+    """The error that says what shapes were expected, and which came."""
+    return ValueError(f"expected {expected}, got shapes {' and '.join(str(tuple(x.shape)) for x in tensors)}")
+
+
+def _four(x: Tensor) -> Tensor:
+    """``x`` as ``[B, H, L, columns]``."""
+    if x.ndim == 4:
+        return x
+    heads = x.shape[-3] if x.ndim > 2 else 1
+    return x.reshape(product(x.shape[:-3]), heads, *x.shape[-2:])
+
+
+def _mask(mask: Any, logits: tuple[int, ...], heads: int) -> Tensor | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and mask.dtype not in DTYPES):
+        got = _name(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"expected attn_mask to be a boolean or floating-point tensor, got {got}")
+    if not broadcasts(tuple(mask.shape), logits):
+        raise ValueError(f"expected attn_mask to broadcast against logits {logits}, got shape {tuple(mask.shape)}")
+    mask = mask.reshape((1,) * (len(logits) - mask.ndim) + tuple(mask.shape))
+    if len(logits) <= 4:
+        return mask.reshape((1,) * (4 - len(logits)) + tuple(mask.shape))
+    if all(size == 1 for size in mask.shape[:-3]):
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*logits[:-3], *mask.shape[-3:]).reshape(product(logits[:-3]), *mask.shape[-3:])
+
+
+def _lengths(lengths: Any, batch: int, device: torch.device) -> Tensor | None:
+    if lengths is None:
+        return None
+    if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        got = _name(lengths.dtype) if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise TypeError(f"expected key_lengths to be a tensor of whole numbers, got {got}")
+    if lengths.numel() != batch:
+        raise ValueError(f"expected key_lengths of shape [{batch}], one for each batch element, got {lengths.shape}")
+    return lengths.reshape(batch).to(device=device, dtype=torch.int32)
+
+
+def geometry_of(
+    query: Tensor, is_causal: Causal, scale: float | None, window: Window, softcap: float | None
+) -> Geometry:
+    """The geometry that the arguments of attention describe."""
+    if not isinstance(is_causal, bool) and is_causal != "lower_right":
+        raise ValueError(f"expected is_causal to be True, False or 'lower_right', got {is_causal!r}")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"expected softcap to be a positive number or None, got {softcap!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"expected scale to be a finite number, got {scale!r}")
+    left, right = _band(window)
+    if is_causal:
+        right = 0
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    return Geometry(factor, 0.0 if softcap is None else float(softcap), left, right, is_causal == "lower_right")
+
+
+def _band(window: Window) -> tuple[int, int]:
+    if window is None:
+        return ALL, ALL
+    if isinstance(window, int) and not isinstance(window, bool) and window >= 1:
+        return window - 1, window - 1
+    if isinstance(window, tuple | list) and len(window) == 2 and all(isinstance(w, int) and w >= ALL for w in window):
+        return window[0], window[1]
+    raise ValueError(f"expected window to be a whole number of at least 1, or (left, right) counts, got {window!r}")
+
+
+def check_dropout(dropout_p: float) -> None:
+    """Refuse a probability that is none."""
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"expected dropout_p to be between 0 and 1, got {dropout_p!r}")
+
+
+def check_policy(policy: Any) -> None:
+    """Refuse a policy that cannot be called."""
+    if not callable(policy):
+        raise TypeError(f"expected policy to be callable with RowStats, got {type(policy).__name__}")

@@ -1,0 +1,282 @@
+"""Decoding: one or a few queries against a long cache of keys and values, with adaptive temperature.
+
+    decode_attention          a cache [B, heads, capacity, D], of which a part is valid
+    paged_decode_attention    a cache of pages and a block table, as serving engines keep it
+
+The queries stand at the end of the valid cache and are causal among themselves. ``impl="triton"`` reads keys once and
+values once, whatever the policy; ``impl="torch"`` is plain torch, for any device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.policies import PAPER, Policy, lowered, needs_spread
+from ..core.softmax import softmax
+from ..core.stats import RowStats, row_stats
+from .attention import row_betas
+from .checks import Window, check_policy, geometry_of
+from .geometry import Geometry, visible_counts
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+MOST_QUERIES = 16
+IMPLEMENTATIONS = ("auto", "triton", "torch")
+
+
+class DecodeResult(NamedTuple):
+    """What ``return_stats=True`` returns; statistics and beta are ``[B, Hq, Lq]``."""
+
+    output: Tensor
+    stats: RowStats
+    beta: Tensor
+
+
+class _Cache(NamedTuple):
+    """Keys and values, contiguous or, with a block table, paged."""
+
+    key: Tensor
+    value: Tensor
+    table: Tensor | None
+    lengths: Tensor | None
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache_lengths: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    policy: Policy = PAPER,
+    window: Window = None,
+    softcap: float | None = None,
+    impl: str = "auto",
+    return_stats: bool = False,
+) -> Tensor | DecodeResult:
+    """Attention of the newest queries to a cache, with the inverse temperature that ``policy`` chooses for each row.
+
+    Args:
+      query: ``[B, Hq, Lq, D]`` with ``Lq <= 16``. The last query stands at the last valid key, those before it at
+        the keys before.
+      key, value: ``[B, Hkv, capacity, D]`` and ``[B, Hkv, capacity, Dv]``, of any strides; ``Hq`` is a multiple of
+        ``Hkv``.
+      cache_lengths: int32 ``[B]``, how many keys are valid (those of the queries included); all if not given. What
+        lies beyond is not read. A query without any valid key gets zeros.
+      scale: what products of query and key are multiplied by, ``1 / sqrt(D)`` if not given.
+      policy: any callable that maps RowStats to beta.
+      window: ``w``: a query sees the ``w`` latest keys up to its own position; or ``(left, right)``, of which ``left``
+        counts the keys before it, -1 for all. All if not given.
+      softcap: logits are ``softcap * tanh(logits / softcap)``.
+      impl: ``"triton"`` (NVIDIA and AMD GPUs), ``"torch"`` (anywhere), or ``"auto"``: the kernels where they serve.
+      return_stats: return a :class:`DecodeResult` in place of the output.
+
+    There is no gradient: use ``scaled_dot_product_attention`` to train.
+    """
+    _check_query(query)
+    for name, cache, heads in (("key", key, None), ("value", value, key.shape[1:3] if key.ndim == 4 else None)):
+        if cache.ndim != 4 or cache.shape[0] != query.shape[0] or (heads is not None and cache.shape[1:3] != heads):
+            raise ValueError(
+                f"expected key and value of shapes [{query.shape[0]}, heads, capacity, head size], with the same heads "
+                f"and capacity, got {name} of shape {tuple(cache.shape)}"
+            )
+    cache = _Cache(key, value, None, cache_lengths)
+    return _attention(query, cache, scale, policy, window, softcap, impl, return_stats)
+
+
+def paged_decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    cache_lengths: Tensor,
+    *,
+    scale: float | None = None,
+    policy: Policy = PAPER,
+    window: Window = None,
+    softcap: float | None = None,
+    impl: str = "auto",
+    return_stats: bool = False,
+) -> Tensor | DecodeResult:
+    """:func:`decode_attention` on a paged cache.
+
+    Args:
+      query: ``[B, Hq, Lq, D]`` with ``Lq <= 16``.
+      key_cache, value_cache: ``[pages, page size, Hkv, D]`` and ``[pages, page size, Hkv, Dv]``.
+      block_table: int32 ``[B, most pages]``: key ``n`` of a sequence is in page ``block_table[b, n // page size]``.
+        Entries beyond the valid keys are not read.
+      cache_lengths: int32 ``[B]``, how many keys are valid.
+      scale, policy, window, softcap, impl, return_stats: as in :func:`decode_attention`.
+    """
+    _check_query(query)
+    if key_cache.ndim != 4 or value_cache.ndim != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
+        raise ValueError(
+            "expected key_cache and value_cache of shapes [pages, page size, heads, head size], alike but for the "
+            f"last, got {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+        )
+    if block_table.ndim != 2 or block_table.shape[0] != query.shape[0] or block_table.dtype != torch.int32:
+        raise ValueError(
+            f"expected block_table to be int32 of shape [{query.shape[0]}, most pages], got {block_table.dtype} of "
+            f"shape {tuple(block_table.shape)}"
+        )
+    if cache_lengths is None:
+        raise ValueError("expected cache_lengths to say how many keys are valid, got None")
+    cache = _Cache(key_cache, value_cache, block_table, cache_lengths)
+    return _attention(query, cache, scale, policy, window, softcap, impl, return_stats)
+
+
+def _attention(
+    query: Tensor,
+    cache: _Cache,
+    scale: float | None,
+    policy: Policy,
+    window: Window,
+    softcap: float | None,
+    impl: str,
+    return_stats: bool,
+) -> Tensor | DecodeResult:
+    _check_cache(query, cache)
+    check_policy(policy)
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"expected impl to be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    cache = cache._replace(
+        table=cache.table if cache.table is None or cache.table.stride(1) == 1 else cache.table.contiguous(),
+        lengths=None if cache.lengths is None else cache.lengths.contiguous(),
+    )
+    geometry = geometry_of(query, "lower_right", scale, window, softcap)
+    run = _torch_attention
+    if impl == "triton" or (impl == "auto" and query.device.type == "cuda"):
+        obstacle = _obstacle(query, cache)
+        if obstacle is None:
+            run = _triton_attention
+        elif impl == "triton":
+            raise ValueError(f"{obstacle}; use impl='torch'")
+    with torch.autocast(device_type=query.device.type, enabled=False):
+        return run(query, cache, geometry, policy, return_stats)
+
+
+def _check_query(query: Tensor) -> None:
+    if query.ndim != 4 or not 1 <= query.shape[2] <= MOST_QUERIES or query.shape[3] < 1:
+        raise ValueError(
+            f"expected query of shape [batch, heads, 1 to {MOST_QUERIES} queries, head size], got "
+            f"{tuple(query.shape)}; scaled_dot_product_attention serves more queries"
+        )
+
+
+def _check_cache(query: Tensor, cache: _Cache) -> None:
+    key, value, heads = cache.key, cache.value, cache.key.shape[1 if cache.table is None else 2]
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"expected keys of query's head size {query.shape[3]}, got {key.shape[3]}")
+    if heads < 1 or query.shape[1] % heads != 0:
+        raise ValueError(f"expected query to have a multiple of the cache's {heads} heads, got {query.shape[1]}")
+    if not (query.dtype == key.dtype == value.dtype) or not query.dtype.is_floating_point:
+        raise TypeError(
+            f"expected query, key and value of one floating-point type, got {query.dtype}, {key.dtype} and "
+            f"{value.dtype}"
+        )
+    if cache.lengths is not None and (cache.lengths.shape != query.shape[:1] or cache.lengths.dtype != torch.int32):
+        raise ValueError(
+            f"expected cache_lengths to be int32 of shape [{query.shape[0]}], got {cache.lengths.dtype} of shape "
+            f"{tuple(cache.lengths.shape)}"
+        )
+    for tensor in cache:
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(f"expected all tensors on query's device {query.device}, got one on {tensor.device}")
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise ValueError(
+            "decoding has no gradient: call it under torch.no_grad(), or train with scaled_dot_product_attention"
+        )
+
+
+def _obstacle(query: Tensor, cache: _Cache) -> str | None:
+    """Why the kernels cannot serve the call, if so."""
+    if not HAS_TRITON:
+        return "impl='triton' needs the package triton: pip install 'sharpmax[triton]'"
+    from .triton import decode as kernels
+
+    if query.dtype not in kernels.TYPES:
+        return f"impl='triton' serves float16, bfloat16 and float32, got {query.dtype}"
+    if max(query.shape[3], cache.value.shape[3]) > kernels.LARGEST_HEAD or cache.value.shape[3] < 1:
+        return f"impl='triton' serves head sizes up to {kernels.LARGEST_HEAD}, got {cache.value.shape[3]}"
+    if query.device.type != "cuda" and not kernels.INTERPRETED:
+        return f"impl='triton' needs tensors on a GPU, got {query.device}"
+    return None
+
+
+def _triton_attention(
+    query: Tensor, cache: _Cache, geometry: Geometry, policy: Policy, return_stats: bool, splits: int = 0
+) -> Tensor | DecodeResult:
+    """Kernels of our own; the policy within them if it lowers, else between them."""
+    from .triton import decode as kernels
+
+    key, value, table, lengths = cache
+    scale, softcap, left = geometry.scale, geometry.softcap, geometry.left
+    form = lowered(policy)
+    numbers = None if form is None else kernels.policy_numbers(form)
+    if numbers is not None:
+        output, fields, beta = kernels.decode(query, key, value, table, lengths, scale, softcap, left, *numbers, splits)
+        if not return_stats:
+            return output
+        return DecodeResult(output, _row_stats(fields, query, cache, geometry), beta)
+    with_min = needs_spread(policy)
+    logits, fields = kernels.decode_stats(query, key, table, lengths, scale, softcap, left, with_min, splits)
+    stats = _row_stats(fields, query, cache, geometry)
+    beta = row_betas(policy, stats).detach()
+    output = kernels.decode_values(logits, stats.max, beta, value, table, lengths, left, splits)
+    return DecodeResult(output, stats, beta) if return_stats else output
+
+
+def _torch_attention(
+    query: Tensor, cache: _Cache, geometry: Geometry, policy: Policy, return_stats: bool
+) -> Tensor | DecodeResult:
+    """Plain torch: logits of all keys in memory, which for a few queries is little beside the cache itself."""
+    key, value = cache.key, cache.value
+    if cache.table is not None:
+        key, value = (_gathered(pages, cache) for pages in (key, value))
+    batch, query_heads, queries, dim = query.shape
+    heads, capacity = key.shape[1:3]
+    grouped = query_heads // heads * queries
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rows = query.reshape(batch, heads, grouped, dim).to(wide)
+    logits = (rows @ key.to(wide).mT).reshape(batch, query_heads, queries, capacity) * geometry.scale
+    if geometry.softcap > 0:
+        logits = geometry.softcap * torch.tanh(logits / geometry.softcap)
+    positions = torch.arange(capacity, device=query.device)
+    lengths = capacity if cache.lengths is None else _valid(cache.lengths, capacity)[:, None, None, None]
+    seen = geometry.visible(torch.arange(queries, device=query.device), positions, queries, lengths)
+    assert seen is not None
+    stats = row_stats(logits, where=seen, with_min=needs_spread(policy))
+    beta = row_betas(policy, stats).detach()
+    weights = softmax(logits, where=seen, beta=beta).reshape(batch, heads, grouped, capacity)
+    values = value.to(wide)
+    if cache.lengths is not None:
+        values = torch.where(positions[:, None] < lengths, values, 0.0)  # what is not valid may be anything, even NaN
+    output = (weights @ values).reshape(batch, query_heads, queries, value.shape[3]).to(query.dtype)
+    return DecodeResult(output, stats, beta) if return_stats else output
+
+
+def _gathered(pages: Tensor, cache: _Cache) -> Tensor:
+    """A paged cache as ``[B, heads, capacity, D]``."""
+    assert cache.table is not None
+    assert cache.lengths is not None
+    starts = torch.arange(cache.table.shape[1], device=pages.device) * pages.shape[1]
+    table = torch.where(starts < cache.lengths[:, None], cache.table, 0)
+    return pages[table].flatten(1, 2).transpose(1, 2)
+
+
+def _row_stats(fields: Tensor, query: Tensor, cache: _Cache, geometry: Geometry) -> RowStats:
+    """What the kernels return, and how many keys each query sees, as RowStats."""
+    key, table = cache.key, cache.table
+    capacity = key.shape[2] if table is None else table.shape[1] * key.shape[1]
+    lengths = capacity if cache.lengths is None else _valid(cache.lengths, capacity)[:, None, None]
+    rows = torch.arange(query.shape[2], dtype=torch.int32, device=query.device)
+    count = visible_counts(geometry, rows, query.shape[2], lengths).expand(query.shape[:3])
+    highest, total, moment, *lowest = fields.unbind(0)
+    return RowStats(highest, total, moment, lowest[0] if lowest else None, count)
+
+
+def _valid(lengths: Tensor, capacity: int) -> Tensor:
+    return torch.clamp(lengths, min=0, max=capacity)

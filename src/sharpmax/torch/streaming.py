@@ -1,0 +1,393 @@
+"""Row statistics and attention with beta in plain torch, on any device, without ever holding all logits.
+
+Logits are computed block by block (see :mod:`.blocks`), forward and again backward, so memory grows with the number of
+queries plus that of keys. With ``z`` the logits, ``t = z - max`` and ``w = softmax(beta * z)``:
+
+    statistics    L = sum e^t, A = sum e^t t       dz = e^t (dL + dA (1 + t))
+    attention     o = w v                          dz = beta g,  dbeta = sum g z,  g = w (do v^T - <do, o>)
+
+Plain functions of tensors, without autograd: :mod:`.ops` makes operators of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.stats import ZERO_EXPONENT
+from .blocks import Block, Call, Rows, Span, accumulation, add_product, hidden_logit, product
+from .geometry import ALL, Geometry, visible_counts
+
+LOG2E = math.log2(math.e)
+SMALLEST_BETA = 1e-6
+"""Below this, beta is not divided by."""
+
+
+def row_stats(
+    q: Tensor,
+    k: Tensor,
+    geometry: Geometry,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    with_min: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Maximum, sum, moment, minimum (``None`` unless asked for) and count of every row, ``[B, Hq, Lq]``."""
+    call = Call(q, k, None, geometry, mask, key_lengths)
+    highest, total, moment = (q.new_zeros(q.shape[:-1], dtype=call.dtype) for _ in range(3))
+    highest.fill_(-math.inf)
+    lowest = torch.full_like(highest, math.inf) if with_min else None
+    count = torch.zeros_like(highest, dtype=torch.int32) if mask is not None else _counts(call)
+    for span in call.spans():
+        for rows in span.rows():
+            if not rows.keys:
+                continue
+            query = span.query(rows)
+            parts = call.buffers("parts", 3, len(rows.keys), span.n, query.shape[1])
+            smallest, seen = None, None
+            for i, keys in enumerate(rows.keys):
+                block = span.logits(query, rows, keys)
+                if with_min:
+                    smallest = _minimum(span, block, smallest)
+                if mask is not None:
+                    shown = (block.logits > hidden_logit(call.dtype)).sum(-1, dtype=torch.int32)
+                    seen = shown if seen is None else seen + shown
+                _statistics(call, block.logits, parts[:, i])
+            top, summed, weighted = _merged(parts)
+            span.put_rows(highest, rows, top)
+            span.put_rows(total, rows, summed)
+            span.put_rows(moment, rows, weighted)
+            if lowest is not None and smallest is not None:
+                span.put_rows(lowest, rows, smallest)
+            if seen is not None:
+                span.put_rows(count, rows, seen)
+    return highest, total, moment, lowest, count
+
+
+def row_stats_backward(
+    q: Tensor,
+    k: Tensor,
+    geometry: Geometry,
+    row_max: Tensor,
+    grad_sum: Tensor,
+    grad_moment: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    need_mask: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of query, key and, if asked for, mask."""
+    call = Call(q, k, None, geometry, mask, key_lengths)
+    gradients = _Gradients(call, need_mask)
+    shift = torch.where(row_max.isinf(), 0.0, row_max)
+    for span in call.spans():
+        dk = torch.zeros_like(span.key)
+        for rows in span.rows():
+            query = span.query(rows)
+            top, d_sum, d_moment = (span.of_rows(x, rows)[..., None] for x in (shift, grad_sum, grad_moment))
+            constant, dq = d_sum + d_moment, torch.zeros_like(query)
+            for keys in rows.keys:
+                block = span.logits(query, rows, keys, slope=True)
+                t = block.logits.sub_(top)
+                if call.biased:
+                    t.clamp_(min=ZERO_EXPONENT)
+                dz = torch.addcmul(constant, t, d_moment, out=call.buffers("gradient", *t.shape)).mul_(t.exp_())
+                span.fill(dz, block.hidden, 0.0)
+                gradients.add(span, rows, keys, dz, block, query, dq, dk)
+            span.put_rows(gradients.dq, rows, dq.mul_(geometry.scale))
+        span.put_keys(gradients.dk, dk)
+    return gradients.dq, gradients.dk, gradients.dmask
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    geometry: Geometry,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(beta * z) v`` in the type of ``q``, and ``logsumexp(beta * z)`` (``-inf`` for empty rows).
+
+    Rows of infinite beta are hard: uniform over their maxima. Their second result means nothing.
+    """
+    if stock_serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
+        return _stock(q, k, v, beta, geometry)
+    call = Call(q, k, v, geometry, mask, key_lengths)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=call.dtype)
+    dropout = _Dropout(call, dropout_p, seed)
+    for span in call.spans():
+        assert span.value is not None
+        for rows in span.rows():
+            query = span.query(rows)
+            factor = _Factor(span.of_rows(beta, rows)[..., None])
+            top = torch.full_like(factor.beta, hidden_logit(call.dtype))
+            total, result = torch.zeros_like(top), query.new_zeros((*query.shape[:-1], v.shape[-1]))
+            for keys in rows.keys:
+                block = span.logits(query, rows, keys)
+                higher = torch.maximum(top, block.logits.amax(-1, keepdim=True))
+                fade = factor.exponent(top - higher).exp_()
+                w = factor.exponent(block.logits.sub_(higher))
+                span.fill(w, block.hidden, -math.inf)
+                total = total.mul_(fade).add_(w.exp_().sum(-1, keepdim=True))
+                dropout.apply(w)
+                add_product(result.mul_(fade), w, span.value[:, slice(*keys)])
+                top = higher
+            empty = total == 0
+            span.put_rows(out, rows, result.div_(total.masked_fill(empty, 1.0)))
+            span.put_rows(lse, rows, (factor.beta * top + total.log()).masked_fill_(empty, -math.inf).squeeze(-1))
+    return out, lse
+
+
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    geometry: Geometry,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    need_beta: bool = False,
+    need_mask: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of query, key, value and, if asked for, beta and mask."""
+    if stock_serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
+        return *_stock_backward(q, k, v, beta, geometry, out, lse, grad_out, need_beta), None
+    call = Call(q, k, v, geometry, mask, key_lengths)
+    gradients = _Gradients(call, need_mask)
+    grad_value = torch.zeros_like(v)
+    grad_beta = torch.zeros_like(lse) if need_beta else None
+    dropout = _Dropout(call, dropout_p, seed)
+    for span in call.spans():
+        assert span.value is not None
+        dk, dv = torch.zeros_like(span.key), torch.zeros_like(span.value)
+        for rows in span.rows():
+            query, do = span.query(rows), span.of_rows(grad_out, rows).to(call.dtype)
+            delta = (do * span.of_rows(out, rows)).sum(-1, keepdim=True)
+            factor = _Factor(span.of_rows(beta, rows)[..., None])
+            centre, constant = _normaliser(span, rows, query, factor, span.of_rows(lse, rows)[..., None])
+            dq, d_beta = torch.zeros_like(query), torch.zeros_like(delta)
+            for keys in rows.keys:
+                block = span.logits(query, rows, keys, slope=True)
+                t = block.logits.sub_(centre)
+                w = factor.exponent(torch.add(t, 0.0, out=call.buffers("weights", *t.shape))).add_(constant)
+                span.fill(w, block.hidden, -math.inf)
+                w.exp_()
+                g = product(do, span.value[:, slice(*keys)].mT, call.buffers("gradient", *t.shape))
+                kept = dropout.draw(w)
+                if kept is not None:
+                    g.mul_(kept)
+                g.sub_(delta).mul_(w)
+                add_product(dv[:, slice(*keys)], (w if kept is None else w.mul_(kept)).mT, do)
+                if need_beta:
+                    d_beta += (t.mul_(g)).sum(-1, keepdim=True)
+                gradients.add(span, rows, keys, g.mul_(factor.slope), block, query, dq, dk)
+            span.put_rows(gradients.dq, rows, dq.mul_(geometry.scale))
+            if grad_beta is not None:
+                span.put_rows(grad_beta, rows, d_beta.masked_fill_(factor.hard, 0.0).squeeze(-1))
+        span.put_keys(gradients.dk, dk)
+        span.put_keys(grad_value, dv)
+    return gradients.dq, gradients.dk, grad_value, grad_beta, gradients.dmask
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Statistics
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def _counts(call: Call) -> Tensor:
+    """How many keys each row sees, where no mask says otherwise."""
+    lengths = call.k.shape[2] if call.key_lengths is None else call.key_lengths[:, None, None]
+    rows = torch.arange(call.q.shape[2], device=call.q.device)
+    return visible_counts(call.geometry, rows, call.q.shape[2], lengths).expand(call.q.shape[:-1]).contiguous()
+
+
+def _statistics(call: Call, z: Tensor, into: Tensor) -> None:
+    """Maximum, sum and moment of the rows of a block, which is overwritten."""
+    top = torch.amax(z, -1, keepdim=True, out=into[0, ..., None])
+    t = z.sub_(top)
+    e = torch.mul(t, LOG2E, out=call.buffers("exponentials", *t.shape)).exp2_()  # half the time of exp, on a CPU
+    torch.sum(e, -1, out=into[1])
+    torch.sum(e.mul_(t), -1, out=into[2])
+
+
+def _merged(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics of rows from those of their blocks ``[3, blocks, n, rows]``."""
+    highest = parts[0].amax(0)
+    shift = (parts[0] - highest).clamp_(min=ZERO_EXPONENT)
+    scale = shift.exp()
+    total = (scale * parts[1]).sum(0)
+    moment = (scale * (parts[2] + shift * parts[1])).sum(0)
+    empty = highest <= hidden_logit(parts.dtype)
+    return highest.masked_fill(empty, -math.inf), total.masked_fill_(empty, 0.0), moment.masked_fill_(empty, 0.0)
+
+
+def _minimum(span: Span, block: Block, smallest: Tensor | None) -> Tensor:
+    z = block.logits
+    if block.hidden is not None:
+        z = span.wide(z).masked_fill(block.hidden, math.inf).view(z.shape)
+    lowest = z.amin(-1)
+    return lowest if smallest is None else torch.minimum(lowest, smallest)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Attention
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class _Factor:
+    """Beta of a block of rows ``[n, rows, 1]``; hard rows count their maxima alone, with exponent 0."""
+
+    def __init__(self, beta: Tensor) -> None:
+        self.hard = beta.isinf()
+        self.any_hard = bool(self.hard.any())
+        self.beta = torch.where(self.hard, 1.0, beta)
+        self.slope = torch.where(self.hard, 0.0, beta)
+
+    def exponent(self, t: Tensor) -> Tensor:
+        """``beta * t`` in place of ``t = z - max``."""
+        if self.any_hard:
+            t.masked_fill_(self.hard & (t < 0), -math.inf)
+        return t.mul_(self.beta)
+
+
+def _normaliser(span: Span, rows: Rows, query: Tensor, factor: _Factor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The ``centre`` and ``constant`` of ``w = exp(beta * (z - centre) + constant)``.
+
+    The centre is ``lse / beta``, near the largest logit: subtracting it first keeps the digits that a common offset of
+    the logits would take. For hard rows it is the maximum itself, and the constant counts how often it occurs.
+    """
+    empty, small = lse == -math.inf, factor.beta < SMALLEST_BETA
+    centre = torch.where(empty | small, 0.0, lse / factor.beta)
+    constant = torch.where(empty, hidden_logit(lse.dtype), torch.where(small, -lse, 0.0))
+    if not factor.any_hard:
+        return centre, constant
+    top, ties = torch.full_like(centre, hidden_logit(lse.dtype)), torch.ones_like(centre)
+    for keys in rows.keys:
+        z = span.logits(query, rows, keys).logits
+        highest = z.amax(-1, keepdim=True)
+        here = (z == highest).sum(-1, keepdim=True)
+        ties = torch.where(highest > top, 0, ties) + torch.where(highest >= top, here, 0)
+        top = torch.maximum(top, highest)
+    hard = factor.hard & ~empty
+    return torch.where(hard, top, centre), torch.where(hard, -ties.to(lse.dtype).log(), constant)
+
+
+class _Dropout:
+    """Factors of the weights, 0 or ``1 / (1 - p)``: the same for every walk over the same blocks with one seed."""
+
+    def __init__(self, call: Call, p: float, seed: int) -> None:
+        self.p, self.buffers = p, call.buffers
+        self.generator = torch.Generator(device=call.q.device).manual_seed(seed) if p > 0 else None
+
+    def draw(self, like: Tensor) -> Tensor | None:
+        """Factors for a block, or ``None`` without dropout."""
+        if self.generator is None:
+            return None
+        kept = self.buffers("dropout", *like.shape)
+        if self.p >= 1:
+            return kept.zero_()
+        return kept.bernoulli_(1 - self.p, generator=self.generator).div_(1 - self.p)
+
+    def apply(self, weights: Tensor) -> None:
+        kept = self.draw(weights)
+        if kept is not None:
+            weights.mul_(kept)
+
+
+class _Gradients:
+    """The gradients of query, key and mask, made of those of the logits."""
+
+    def __init__(self, call: Call, need_mask: bool) -> None:
+        self.dq, self.dk = torch.zeros_like(call.q), torch.zeros_like(call.k)
+        self.dmask = None
+        if need_mask:
+            assert call.mask is not None
+            self.dmask = torch.zeros_like(call.mask, dtype=call.dtype)
+
+    def add(
+        self, span: Span, rows: Rows, keys: tuple[int, int], dz: Tensor, block: Block, query: Tensor, dq: Tensor,
+        dk: Tensor,
+    ) -> None:  # fmt: skip
+        """Add what the gradient ``dz`` of a block's logits gives; ``query`` holds the scale already, ``dq`` not yet."""
+        if self.dmask is not None:
+            whole = span.wide(dz).flatten(1, 2)
+            axes = [axis for axis in range(4) if self.dmask.shape[axis] == 1]
+            self.dmask[span.mask_index(rows, keys)] += whole.sum(axes, keepdim=True) if axes else whole
+        if block.slope is not None:
+            dz.mul_(block.slope)
+        add_product(dq, dz, span.key[:, slice(*keys)])
+        add_product(dk[:, slice(*keys)], dz.mT, query)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# torch's own attention on beta * q
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def stock_serves(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry, mask: Tensor | None, key_lengths: Tensor | None,
+    dropout_p: float,
+) -> bool:  # fmt: skip
+    """Whether torch's own kernel on the CPU does the same on ``beta * q``, in float32 or float64."""
+    causal = geometry.left == ALL and geometry.right == 0 and (not geometry.lower_right or q.shape[2] == k.shape[2])
+    plain = mask is None and key_lengths is None and dropout_p == 0 and geometry.softcap == 0
+    sizes = q.numel() > 0 and k.numel() > 0 and q.shape[-1] == v.shape[-1]
+    fits = q.device.type == "cpu" and plain and sizes and (causal or not geometry.banded)
+    return fits and bool(beta.isfinite().all())
+
+
+class _Prepared(NamedTuple):
+    """``beta * q``, keys and values as the kernel takes them: its columns must lie side by side."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+
+
+def _prepared(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry) -> _Prepared:
+    dtype = accumulation(q.dtype)
+    wide = (q.to(dtype) * beta[..., None], k.to(dtype), v.to(dtype))
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in wide)
+    return _Prepared(query, key, value, geometry.right == 0)
+
+
+def _stock(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    x = _prepared(q, k, v, beta, geometry)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(x.q, x.k, x.v, 0.0, x.causal, scale=geometry.scale)
+    return out.to(q.dtype).contiguous(), lse.contiguous()
+
+
+def _stock_backward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry, out: Tensor, lse: Tensor, grad_out: Tensor,
+    need_beta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """With ``dx`` the gradient of ``x = beta * q``: that of q is ``beta * dx``, that of beta ``<dx, q>``."""
+    x = _prepared(q, k, v, beta, geometry)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dx, dk, dv = kernel(
+        grad_out.to(x.q.dtype).contiguous(), x.q, x.k, x.v, out.to(x.q.dtype), lse, 0.0, x.causal, scale=geometry.scale
+    )
+    d_beta = (dx * q).sum(-1) if need_beta else None
+    return (
+        (dx * beta[..., None]).to(q.dtype).contiguous(),
+        dk.to(k.dtype).contiguous(),
+        dv.to(v.dtype).contiguous(),
+        d_beta,
+    )

@@ -1,0 +1,10 @@
+"""Triton kernels: row statistics, attention with beta, and their gradients."""
+
+from ...extras import require
+
+require("triton", "triton", "sharpmax.torch.triton")
+
+from .prefill import attend, backward, beta_gradient, row_stats, row_stats_and_scaled_query  # noqa: E402
+from .tiles import Tiles  # noqa: E402
+
+__all__ = ["row_stats", "row_stats_and_scaled_query", "attend", "backward", "beta_gradient", "Tiles"]

@@ -1,0 +1,315 @@
+"""Decoding on the GPU, as custom operators: how the cache is split, and the launches.
+
+``decode`` evaluates a lowered policy within the kernels. Any other policy is called between ``decode_stats``, which
+returns logits and statistics, and ``decode_values``. Nothing here waits for the device or reads from it, and every
+shape follows from shapes, so that all of it may be captured in a CUDA graph.
+
+A contiguous cache is ``[B, heads, capacity, D]``; a paged one ``[pages, page size, heads, D]`` with a block table.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...core.policies import Lowered
+from . import decode_kernel
+
+TYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_HEAD = 256
+MOST_COEFFICIENTS = 8
+MOST_SPLITS = 128
+TILE_BYTES = 16384
+PADDING = 128
+"""Rows of logits are padded to a multiple of this, which every block of keys divides."""
+UNBOUNDED = 1e30
+INTERPRETED = not isinstance(decode_kernel.logits_kernel, triton.JITFunction)
+"""Whether kernels run in Triton's interpreter, which serves tensors on the CPU."""
+
+
+class Layout(NamedTuple):
+    """The sizes of a call, and how it is cut into programs."""
+
+    batch: int
+    heads: int  # of the cache
+    queries: int
+    rows: int  # queries that share a head of the cache
+    capacity: int
+    page_size: int
+    block_m: int
+    block_n: int
+    splits: int
+
+    @property
+    def padded(self) -> int:
+        """The length of a row of logits."""
+        return padded(self.capacity)
+
+    @property
+    def warps(self) -> int:
+        """Of a program."""
+        return 8 if self.block_m == 64 else 4
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs by split, by head and block of rows, and by batch element."""
+        return self.splits, self.heads * -(-self.rows // self.block_m), self.batch
+
+
+def padded(capacity: Any) -> Any:
+    """The length of a row of logits."""
+    return (capacity + PADDING - 1) // PADDING * PADDING
+
+
+def capacity_of(cache: Tensor, table: Tensor | None) -> int:
+    """How many keys a sequence may have."""
+    return cache.shape[2] if table is None else table.shape[1] * cache.shape[1]
+
+
+def heads_of(cache: Tensor, table: Tensor | None) -> int:
+    """How many heads the cache has."""
+    return cache.shape[1 if table is None else 2]
+
+
+def layout_of(
+    query_shape: torch.Size | tuple[int, ...], cache: Tensor, table: Tensor | None, head_dim: int, splits: int
+) -> Layout:
+    """The layout of a call whose largest head size is ``head_dim``; 0 splits for a suitable number of them."""
+    batch, query_heads, queries = query_shape[:3]
+    heads, capacity = heads_of(cache, table), capacity_of(cache, table)
+    rows = query_heads // heads * queries
+    block_m = min(64, power_of_2(rows))
+    block_n = min(128 if block_m == 16 else 64, max(16, TILE_BYTES // (power_of_2(head_dim) * cache.element_size())))
+    programs = batch * heads * -(-rows // block_m)
+    return Layout(
+        batch,
+        heads,
+        queries,
+        rows,
+        capacity,
+        1 if table is None else cache.shape[1],
+        block_m,
+        block_n,
+        splits or suitable_splits(programs, capacity, processors(cache.device)),
+    )
+
+
+def suitable_splits(programs: int, capacity: int, count: int) -> int:
+    """Into how many parts to split the cache of each of ``programs``, on a card of ``count`` processors.
+
+    Few programs: about two for each processor, in one wave, of 128 keys or more. Many: several waves, so that the last
+    one costs little, of 2,048 keys or more, beside which the parts of the output are small.
+    """
+    slots = 2 * count
+    if 4 * programs <= slots:
+        wanted, least = slots // max(programs, 1), 128
+    else:
+        wanted, least = -(-4 * slots // programs), 2048
+    return max(1, min(wanted, capacity // least, MOST_SPLITS))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many streaming multiprocessors the device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def power_of_2(n: int, least: int = 16) -> int:
+    """The smallest power of 2 that is at least ``n`` and ``least``."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def policy_numbers(policy: Lowered) -> tuple[bool, list[float]] | None:
+    """Whether the variable is the entropy, and ``lo, hi, threshold, floor`` and 8 coefficients; ``None`` for more."""
+    missing = MOST_COEFFICIENTS - len(policy.coefficients)
+    if missing < 0:
+        return None
+    bounds = (min(max(bound, -UNBOUNDED), UNBOUNDED) for bound in (policy.lo, policy.hi, policy.threshold))
+    return policy.variable == "entropy", [*bounds, policy.floor, *[0.0] * missing, *policy.coefficients]
+
+
+@torch.library.custom_op("sharpmax::decode", mutates_args=())
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    softcap: float,
+    left: int,
+    entropy: bool,
+    numbers: list[float],
+    splits: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, (maximum, sum, moment) of each row, and beta, for a policy given by its numbers."""
+    layout = layout_of(query.shape, key, table, max(query.shape[-1], value.shape[-1]), splits)
+    stats = query.new_empty((3, *query.shape[:3]), dtype=torch.float32)
+    beta = torch.empty_like(stats[0])
+    output = value.new_empty((*query.shape[:3], value.shape[-1]))
+    if stats.numel() > 0:
+        with torch.cuda.device_of(query):
+            logits, parts = _logits(layout, query, key, table, lengths, scale, softcap, left, with_min=False)
+            _values(layout, logits, value, table, lengths, parts, stats, beta, output, left, entropy, numbers)
+    return output, stats, beta
+
+
+@decode.register_fake
+def _(query, key, value, table, lengths, scale, softcap, left, entropy, numbers, splits):
+    stats = query.new_empty((3, *query.shape[:3]), dtype=torch.float32)
+    return value.new_empty((*query.shape[:3], value.shape[-1])), stats, torch.empty_like(stats[0])
+
+
+@torch.library.custom_op("sharpmax::decode_stats", mutates_args=())
+def decode_stats(
+    query: Tensor,
+    key: Tensor,
+    table: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    softcap: float,
+    left: int,
+    with_min: bool,
+    splits: int,
+) -> tuple[Tensor, Tensor]:
+    """Logits, padded, and (maximum, sum, moment, minimum if asked for) of each row."""
+    layout = layout_of(query.shape, key, table, query.shape[-1], splits)
+    with torch.cuda.device_of(query):
+        logits, parts = _logits(layout, query, key, table, lengths, scale, softcap, left, with_min)
+    return logits, _merged(parts).reshape(parts.shape[0], *query.shape[:3])
+
+
+@decode_stats.register_fake
+def _(query, key, table, lengths, scale, softcap, left, with_min, splits):
+    logits = query.new_empty((*query.shape[:3], padded(capacity_of(key, table))), dtype=torch.float32)
+    return logits, logits.new_empty((4 if with_min else 3, *query.shape[:3]))
+
+
+@torch.library.custom_op("sharpmax::decode_values", mutates_args=())
+def decode_values(
+    logits: Tensor,
+    highest: Tensor,
+    beta: Tensor,
+    value: Tensor,
+    table: Tensor | None,
+    lengths: Tensor | None,
+    left: int,
+    splits: int,
+) -> Tensor:
+    """Output, given the logits of ``decode_stats``, the maximum of each row and its beta."""
+    layout = layout_of(logits.shape, value, table, value.shape[-1], splits)
+    output = value.new_empty((*logits.shape[:3], value.shape[-1]))
+    if highest.numel() > 0:
+        with torch.cuda.device_of(logits):
+            stats, betas = highest.contiguous(), beta.contiguous()
+            _values(layout, logits, value, table, lengths, None, stats, betas, output, left, False, None)
+    return output
+
+
+@decode_values.register_fake
+def _(logits, highest, beta, value, table, lengths, left, splits):
+    return value.new_empty((*logits.shape[:3], value.shape[-1]))
+
+
+def _logits(
+    layout: Layout,
+    query: Tensor,
+    key: Tensor,
+    table: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    softcap: float,
+    left: int,
+    with_min: bool,
+) -> tuple[Tensor, Tensor]:
+    """Logits ``[B, Hq, Lq, padded]`` and the statistics ``[3 or 4, B, heads, splits, rows]`` of every split."""
+    logits = query.new_empty((*query.shape[:3], layout.padded), dtype=torch.float32)
+    parts = logits.new_empty((4 if with_min else 3, layout.batch, layout.heads, layout.splits, layout.rows))
+    if parts.numel() > 0:
+        launch: Any = decode_kernel.logits_kernel[layout.grid]
+        launch(
+            query, key, table, lengths, logits, parts,
+            *query.stride(), *_strides(key, table), 0 if table is None else table.stride(0),
+            layout.padded, parts.stride(0), layout.heads, layout.capacity, layout.splits, left, scale, softcap,
+            ROWS=layout.rows, QUERIES=layout.queries, DIM=query.shape[-1], PAGE_SIZE=layout.page_size,
+            CAPPED=softcap > 0, WITH_MIN=with_min,
+            BLOCK_M=layout.block_m, BLOCK_N=layout.block_n, BLOCK_D=power_of_2(query.shape[-1]),
+            num_warps=layout.warps, num_stages=_stages(layout, table is not None),
+        )  # fmt: skip
+    return logits, parts
+
+
+def _values(
+    layout: Layout,
+    logits: Tensor,
+    value: Tensor,
+    table: Tensor | None,
+    lengths: Tensor | None,
+    parts: Tensor | None,
+    stats: Tensor,
+    beta: Tensor,
+    output: Tensor,
+    left: int,
+    entropy: bool,
+    numbers: list[float] | None,
+) -> None:
+    """Fill ``output``; with ``parts`` and a policy's ``numbers`` also ``stats`` and ``beta``, which else are given."""
+    dim, whole = value.shape[-1], layout.splits == 1
+    shares = output if whole else logits.new_empty((layout.batch, layout.heads, layout.splits, layout.rows, dim))
+    sums = None if whole else logits.new_empty(shares.shape[:-1])
+    splits = power_of_2(layout.splits, 1)
+    block_d = power_of_2(dim)
+    launch: Any = decode_kernel.values_kernel[layout.grid]
+    launch(
+        logits, value, table, lengths, parts, stats, beta, shares, sums,
+        *_strides(value, table), 0 if table is None else table.stride(0),
+        layout.padded, 0 if parts is None else parts.stride(0), beta.numel(),
+        layout.heads, layout.capacity, layout.splits, left,
+        *(numbers or [0.0] * (MOST_COEFFICIENTS + 4)),
+        ROWS=layout.rows, QUERIES=layout.queries, DIM=dim, PAGE_SIZE=layout.page_size,
+        LOWERED=numbers is not None, ENTROPY=entropy,
+        BLOCK_M=layout.block_m, BLOCK_N=layout.block_n, BLOCK_D=block_d,
+        SPLITS=1 if numbers is None else splits, WHOLE=whole,
+        num_warps=layout.warps, num_stages=_stages(layout, table is not None),
+    )  # fmt: skip
+    if not whole:
+        launch = decode_kernel.combine_kernel[(beta.numel(),)]
+        launch(
+            shares, sums, output, layout.splits,
+            ROWS=layout.rows, DIM=dim, BLOCK_D=block_d, SPLITS=splits, CHUNK=min(splits, 8192 // block_d),
+            num_warps=4,
+        )  # fmt: skip
+
+
+def _merged(parts: Tensor) -> Tensor:
+    """Statistics of rows from those of their splits: :meth:`sharpmax.RowStats.merge`, along axis 3."""
+    high, total, moment, *low = parts.unbind(0)
+    top = high.amax(dim=2, keepdim=True)
+    shift = high - top
+    scale = torch.exp(shift)
+    top, some = top.squeeze(2), (total > 0).any(dim=2)
+    stats = [
+        torch.where(some, top, -torch.inf),
+        (scale * total).sum(dim=2),
+        (scale * (moment + shift * total)).sum(dim=2),
+    ]
+    return torch.stack(stats + [lowest.amin(dim=2) for lowest in low])
+
+
+def _strides(cache: Tensor, table: Tensor | None) -> tuple[int, int, int, int]:
+    """Strides of batch (or page), head, key and dimension."""
+    outer, second, third, inner = cache.stride()
+    return (outer, second, third, inner) if table is None else (outer, third, second, inner)
+
+
+def _stages(layout: Layout, paged: bool) -> int:
+    """How far loads run ahead: as many blocks as fit beside those of other programs.
+
+    Pages are looked up ahead of what they hold, which takes as many stages again.
+    """
+    ahead = {16: 4, 32: 3, 64: 2}[layout.block_m]
+    return 2 * ahead - 1 if paged else ahead

@@ -1,0 +1,475 @@
+"""Row statistics, attention with beta and their gradients for many queries, as Triton kernels.
+
+Plain functions of tensors, without autograd: ``sharpmax.torch`` makes operators of them. Nothing here is ever of size
+queries x keys, keys and values of grouped heads are not repeated, and tensors may have any strides. Packed batches are
+``[1, heads, tokens, columns]`` with document offsets ``cu_q`` and ``cu_k`` (int32, one more than there are documents).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...core.policies.base import Lowered
+from ..geometry import ALL, Geometry
+from .attend_kernel import attend_kernel
+from .backward_kernel import key_kernel, query_kernel
+from .blocks import BIAS, BOOLEAN, NONE
+from .stats_kernel import stats_kernel
+from .tiles import Tiles, tiles_for
+
+LOG2E = math.log2(math.e)
+COEFFICIENTS = 8
+"""How many coefficients of a lowered policy the kernel takes."""
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INFINITY = torch.finfo(torch.float32).max
+
+
+def row_stats(
+    q: Tensor,
+    k: Tensor,
+    geometry: Geometry,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    max_q: int | None = None,
+    with_min: bool = False,
+    config: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Maximum, sum, moment, minimum (``None`` unless asked for) and count of every row, ``[B, H, Lq]``.
+
+    ``max_q``, the length of the longest document, is taken for the sake of one signature; no kernel needs it.
+    """
+    del max_q
+    shared = _shared(q, k, None, geometry, mask, key_lengths, cu_q, cu_k)
+    return _stats(q, k, shared, with_min, None, False, config)[0]
+
+
+def row_stats_and_scaled_query(
+    q: Tensor,
+    k: Tensor,
+    geometry: Geometry,
+    lowered: Lowered,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    max_q: int | None = None,
+    with_min: bool = False,
+    scaled_query: bool = True,
+    config: Tiles | None = None,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor, Tensor | None]:
+    """The statistics, beta of a lowered policy (float32), and ``beta * q`` in the type of ``q``, from one kernel."""
+    del max_q
+    shared = _shared(q, k, None, geometry, mask, key_lengths, cu_q, cu_k)
+    stats, beta, scaled = _stats(q, k, shared, with_min, lowered, scaled_query, config)
+    assert beta is not None
+    return stats, beta, scaled
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    geometry: Geometry,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    max_q: int | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    config: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(beta * z) v`` in the type of ``q``, and ``logsumexp(beta * z)`` in float32 (``-inf`` for empty rows).
+
+    ``beta`` is ``[B, H, Lq]``, finite and not negative.
+    """
+    del max_q
+    shared = _shared(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
+    tiles = config or tiles_for("attend", max(q.shape[-1], v.shape[-1]), q.dtype, q.device)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    _launch(
+        attend_kernel,
+        _blocks(shared, tiles.rows, by_key=False),
+        tiles,
+        shared,
+        q,
+        v=v,
+        **_strides("v", v, "bhld"),
+        beta=_rows(beta, q),
+        out=out,
+        lse=lse,
+        dropout_p=float(dropout_p),
+        seed=seed,
+        DV=v.shape[-1],
+        BLOCK_DV=_padded(v.shape[-1]),
+        DROPOUT=dropout_p > 0,
+        EDGES=shared["k_len"] % tiles.keys != 0 or _edged(shared),
+    )
+    return out, lse
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    beta: Tensor | None,
+    geometry: Geometry,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    grad_out: Tensor | None = None,
+    row_max: Tensor | None = None,
+    grad_sum: Tensor | None = None,
+    grad_moment: Tensor | None = None,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    max_q: int | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    need_beta: bool = False,
+    delta: Tensor | None = None,
+    config: tuple[Tiles | None, Tiles | None] = (None, None),
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dv and dbeta (float32).
+
+    With ``grad_out`` the gradient of :func:`attend` (which needs ``v``, ``beta``, ``out`` and ``lse``), with
+    ``grad_sum`` and ``grad_moment`` that of :func:`row_stats` (which needs ``row_max``), with all of them the sum of
+    both in one pass. ``need_beta`` asks for dbeta, and needs ``row_max`` too. ``delta`` is what :func:`beta_gradient`
+    gave, if it ran before.
+    """
+    del max_q
+    shared = _shared(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
+    gradients = _gradients(
+        q, v, beta, out, lse, grad_out, row_max, grad_sum, grad_moment, delta, need_beta, dropout_p, seed
+    )
+    dq = q.new_empty(q.shape)
+    dbeta = q.new_empty(q.shape[:-1], dtype=torch.float32) if need_beta else None
+    _query_gradient(q, shared, gradients, dq, dbeta, config[0])
+    dk = k.new_empty(k.shape)
+    dv = v.new_empty(v.shape) if v is not None and grad_out is not None else None
+    width = max(q.shape[-1], gradients["DV"])
+    tiles = config[1] or tiles_for("key", width, q.dtype, q.device)
+    passed = {name: value for name, value in gradients.items() if name not in ("out", "NEED_BETA", "GIVEN_DELTA")}
+    uneven = shared["k_len"] % tiles.keys != 0 or shared["q_len"] % tiles.rows != 0
+    _launch(
+        key_kernel,
+        _blocks(shared, tiles.keys, by_key=True),
+        tiles,
+        shared,
+        q,
+        **passed,
+        dk=dk,
+        dv=dk if dv is None else dv,
+        scale=geometry.scale,
+        EDGES=uneven or _edged(shared),
+    )
+    return dq, dk, dv, dbeta
+
+
+def beta_gradient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    geometry: Geometry,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    row_max: Tensor,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    max_q: int | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    config: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dbeta alone, at two products instead of seven, and delta: ``<grad_out, out>`` without the rounding of ``out``.
+
+    What the policy makes of dbeta is the cotangent of the statistics, after which :func:`backward` does all the rest
+    at once: nine products in place of the eleven of two backward passes one after the other.
+    """
+    del max_q
+    shared = _shared(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
+    gradients = _gradients(q, v, beta, out, lse, grad_out, row_max, None, None, None, True, dropout_p, seed)
+    dbeta = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    _query_gradient(q, shared, gradients, None, dbeta, config)
+    return dbeta, gradients["delta"]
+
+
+def _stats(
+    q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, lowered: Lowered | None, scaled: bool,
+    config: Tiles | None,
+) -> Any:  # fmt: skip
+    tiles = config or tiles_for("stats", q.shape[-1], q.dtype, q.device)
+    highest, total, moment = (q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3))
+    count = torch.empty(q.shape[:-1], dtype=torch.int32, device=q.device)
+    lowest = torch.empty_like(total) if with_min else None
+    beta = torch.empty_like(total) if lowered is not None else None
+    query = q.new_empty(q.shape) if lowered is not None and scaled else None
+    _launch(
+        stats_kernel,
+        _blocks(shared, tiles.rows, by_key=False),
+        tiles,
+        shared,
+        q,
+        out_max=highest,
+        out_sum=total,
+        out_moment=moment,
+        out_min=total if lowest is None else lowest,
+        out_count=count,
+        out_beta=total if beta is None else beta,
+        out_q=q if query is None else query,
+        **_policy_arguments(lowered),
+        WITH_MIN=with_min,
+        SCALED_QUERY=query is not None,
+        EDGES=shared["k_len"] % tiles.keys != 0 or _edged(shared),
+    )
+    return (highest, total, moment, lowest, count), beta, query
+
+
+def _gradients(
+    q: Tensor, v: Tensor | None, beta: Tensor | None, out: Tensor | None, lse: Tensor | None, grad_out: Tensor | None,
+    row_max: Tensor | None, grad_sum: Tensor | None, grad_moment: Tensor | None, delta: Tensor | None, need_beta: bool,
+    dropout_p: float, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments that both backward kernels take; a tensor that is not needed is stood in for by ``q``."""
+    attends, counts = grad_out is not None, grad_sum is not None or grad_moment is not None
+    if attends and (v is None or beta is None or out is None or lse is None):
+        raise ValueError("the gradient of attention needs v, beta, out and lse")
+    if need_beta and not attends:
+        raise ValueError("the gradient of beta needs grad_out")
+    if (counts or need_beta) and row_max is None:
+        raise ValueError("the gradient of the statistics or of beta needs row_max")
+    if not attends and not counts:
+        raise ValueError("expected grad_out, or grad_sum and grad_moment, got none of them")
+    if counts:
+        zero = torch.zeros(q.shape[:-1], dtype=torch.float32, device=q.device) if None in (grad_sum, grad_moment) else q
+        grad_sum, grad_moment = (zero if g is None else g for g in (grad_sum, grad_moment))
+    if grad_out is None or v is None:
+        grad_out = v = q
+    given_delta = delta is not None
+    if delta is None:
+        delta = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    return {
+        "v": v,
+        "d_out": grad_out,
+        "out": q if out is None else out.contiguous(),
+        **{
+            name: q if values is None else _rows(values, q)
+            for name, values in {
+                "beta": beta, "lse": lse, "row_max": row_max, "grad_sum": grad_sum, "grad_moment": grad_moment,
+            }.items()
+        },
+        "delta": _rows(delta, q),
+        **_strides("v", v, "bhld"),
+        **_strides("g", grad_out, "bhld"),
+        "dropout_p": float(dropout_p),
+        "seed": seed,
+        "DV": v.shape[-1],
+        "BLOCK_DV": _padded(v.shape[-1]),
+        "DROPOUT": dropout_p > 0,
+        "ATTEND": attends,
+        "STATS": counts,
+        "NEED_BETA": need_beta,
+        "GIVEN_DELTA": given_delta,
+    }  # fmt: skip
+
+
+def _query_gradient(
+    q: Tensor, shared: dict[str, Any], gradients: dict[str, Any], dq: Tensor | None, dbeta: Tensor | None,
+    config: Tiles | None,
+) -> None:  # fmt: skip
+    tiles = config or tiles_for("query", max(q.shape[-1], gradients["DV"]), q.dtype, q.device)
+    _launch(
+        query_kernel,
+        _blocks(shared, tiles.rows, by_key=False),
+        tiles,
+        shared,
+        q,
+        **gradients,
+        dq=q if dq is None else dq,
+        dbeta=gradients["delta"] if dbeta is None else dbeta,
+        scale=shared["SCALE"],
+        NEED_QUERY=dq is not None,
+        EDGES=shared["k_len"] % tiles.keys != 0 or _edged(shared),
+    )
+
+
+def _launch(kernel: Any, programs: int, tiles: Tiles, shared: dict[str, Any], like: Tensor, **arguments: Any) -> None:
+    if programs == 0:
+        return
+    if not like.is_cuda and isinstance(kernel, triton.JITFunction):
+        raise ValueError(f"the Triton kernels need tensors on a GPU, got {like.device}; use impl='streaming' there")
+    passed = {name: value for name, value in shared.items() if name != "SCALE"} | arguments
+    streamed = [passed[name] for name in ("q", "k", "v", "d_out") if name in passed]
+    known = hasattr(triton.language, "make_tensor_descriptor")  # from triton 3.4 on
+    descriptors = tiles.descriptors and known and all(_aligned(x) for x in streamed)
+    if descriptors and like.is_cuda:
+        triton.set_allocator(_scratch)
+    with torch.cuda.device_of(like):
+        kernel[(programs,)](
+            **passed,
+            ROWS=tiles.rows,
+            KEYS=tiles.keys,
+            TMA=descriptors,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Any:
+    """Where a kernel keeps its descriptors."""
+    del alignment, stream  # torch aligns to 512 bytes, on the current stream
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows are contiguous and begin at multiples of 16 bytes, as a descriptor wants them."""
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+    )
+
+
+def _shared(
+    q: Tensor, k: Tensor, v: Tensor | None, geometry: Geometry, mask: Tensor | None, key_lengths: Tensor | None,
+    cu_q: Tensor | None, cu_k: Tensor | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments that every kernel takes, from checked tensors."""
+    _check(q, k, v, mask, key_lengths, cu_q, cu_k)
+    batch, heads, q_len, width = q.shape
+    kind = NONE if mask is None else BOOLEAN if mask.dtype == torch.bool else BIAS
+    limit, full = -INFINITY / 2, q.new_empty(()) if mask is None else mask
+    full = full.expand(batch, heads, q_len, k.shape[2])
+    if mask is not None:
+        if kind == BIAS:
+            limit = max(limit, torch.finfo(mask.dtype).min / 2)
+        else:
+            mask = mask.view(torch.uint8)
+    documents = 0 if cu_q is None else cu_q.shape[0] - 1
+    bent = geometry.softcap > 0 or kind == BIAS or geometry.scale < 0
+    scale2 = geometry.scale * LOG2E
+    return {
+        "q": q,
+        "k": k,
+        "mask": q if mask is None else mask,
+        "cu_q": q if cu_q is None else cu_q.to(torch.int32).contiguous(),
+        "cu_k": q if cu_k is None else cu_k.to(torch.int32).contiguous(),
+        "key_lengths": q if key_lengths is None else key_lengths.to(torch.int32).contiguous(),
+        **_strides("q", q, "bhld"),
+        **_strides("k", k, "bhld"),
+        **_strides("m", full, "bhqk"),
+        "heads": heads,
+        "group": heads // max(k.shape[1], 1),
+        "q_len": q_len,
+        "k_len": k.shape[2],
+        "documents": documents,
+        "steps": documents.bit_length() + 1,
+        "left": geometry.left,
+        "right": geometry.right,
+        "limit": limit,
+        "unit": 1.0 if bent else scale2,
+        "scale2": 2 * scale2 / geometry.softcap if geometry.softcap > 0 else scale2,
+        "cap2": geometry.softcap * LOG2E,
+        "SCALE": geometry.scale,
+        "D": width,
+        "BLOCK_D": _padded(width),
+        "PACKED": cu_q is not None,
+        "LENGTHS": key_lengths is not None,
+        "LOWER_RIGHT": geometry.lower_right,
+        "LEFT": geometry.left != ALL,
+        "RIGHT": geometry.right != ALL,
+        "MASK": kind,
+        "CAP": geometry.softcap > 0,
+        "BENT": bent,
+    }
+
+
+def _edged(shared: dict[str, Any]) -> bool:
+    """Whether some blocks hold logits that do not count, whatever their size."""
+    return bool(shared["PACKED"] or shared["LENGTHS"] or shared["LEFT"] or shared["RIGHT"] or shared["MASK"])
+
+
+def _blocks(shared: dict[str, Any], block: int, *, by_key: bool) -> int:
+    """How many programs there are: one for each block of each head."""
+    length = shared["k_len"] if by_key else shared["q_len"]
+    heads = shared["heads"] // shared["group"] if by_key else shared["heads"]
+    if shared["PACKED"]:
+        return (triton.cdiv(length, block) + shared["documents"]) * heads if shared["documents"] else 0
+    return triton.cdiv(length, block) * heads * shared["q"].shape[0]
+
+
+def _strides(name: str, x: Tensor, axes: str) -> dict[str, int]:
+    return {f"stride_{name}{axis}": stride for axis, stride in zip(axes, x.stride(), strict=True)}
+
+
+def _rows(values: Tensor, q: Tensor) -> Tensor:
+    """One float32 number for each row, contiguous."""
+    return values.to(torch.float32).expand(q.shape[:-1]).contiguous()
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _policy_arguments(lowered: Lowered | None) -> dict[str, Any]:
+    """A lowered policy as arguments of the kernel; missing powers have coefficient 0, missing bounds are huge."""
+    plain = lowered or Lowered("entropy", (1.0,))
+    if len(plain.coefficients) > COEFFICIENTS:
+        got = len(plain.coefficients)
+        raise ValueError(f"the Triton kernel evaluates polynomials of up to {COEFFICIENTS} coefficients, got {got}")
+    padded = (0.0,) * (COEFFICIENTS - len(plain.coefficients)) + plain.coefficients
+    bounds = {
+        "policy_low": plain.lo, "policy_high": plain.hi, "threshold": plain.threshold, "floor": plain.floor,
+    }  # fmt: skip
+    return {
+        **{f"c{i}": float(c) for i, c in enumerate(padded)},
+        **{name: min(max(float(value), -INFINITY), INFINITY) for name, value in bounds.items()},
+        "POLICY": lowered is not None,
+        "LOG_COUNT": plain.variable == "log_count",
+    }
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor | None, key_lengths: Tensor | None, cu_q: Tensor | None,
+    cu_k: Tensor | None,
+) -> None:  # fmt: skip
+    tensors = [q, k] if v is None else [q, k, v]
+    if any(x.dtype != q.dtype for x in tensors) or q.dtype not in DTYPES:
+        got = ", ".join(str(x.dtype).removeprefix("torch.") for x in tensors)
+        raise TypeError(
+            f"the Triton kernels take float16, bfloat16 or float32, the same for query, key and value, got {got}; "
+            "impl='reference' and impl='streaming' take float64"
+        )
+    if any(x.ndim != 4 for x in tensors):
+        raise ValueError(f"expected [batch, heads, length, columns], got {[tuple(x.shape) for x in tensors]}")
+    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"query {tuple(q.shape)} and key {tuple(k.shape)} do not fit together")
+    if v is not None and v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"key {tuple(k.shape)} and value {tuple(v.shape)} do not fit together")
+    if any(not 1 <= x.shape[-1] <= 256 for x in tensors):
+        raise ValueError(f"the Triton kernels take heads of up to 256 columns, got {[x.shape[-1] for x in tensors]}")
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError("the Triton kernels give no gradient of the mask; use impl='reference' or impl='streaming'")
+    if (cu_q is None) != (cu_k is None):
+        raise ValueError("expected both cu_q and cu_k, or neither")
+    if cu_q is not None and (mask is not None or key_lengths is not None or q.shape[0] != 1):
+        raise ValueError("packed documents come as one batch element, without a mask and without key lengths")

@@ -1,0 +1,193 @@
+"""Row statistics, and beta and ``beta * q`` of a lowered policy, in one pass over the keys."""
+
+# pyright: reportArgumentType=false
+
+import triton
+import triton.language as tl
+
+from .blocks import LN2, NOTHING, assigned, edge_block, edge_blocks, key_range, logits, matrix, put_tile, seen, tile
+
+
+@triton.jit
+def _fold(raw, visible, unit, highest, total, moment, MASKED: tl.constexpr):
+    """Statistics of the keys so far with those of one block, all in units of log 2."""
+    if MASKED:
+        scaled = raw * unit
+        new = tl.maximum(highest, tl.max(tl.where(visible, scaled, float("-inf")), 1))
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        exponent = tl.where(visible, scaled - shift[:, None], NOTHING)
+    else:
+        new = tl.maximum(highest, tl.max(raw, 1) * unit)
+        shift = new
+        exponent = raw * unit - shift[:, None]
+    power = tl.exp2(exponent)
+    step = tl.maximum(highest - shift, NOTHING)
+    fade = tl.exp2(step)
+    moment = fade * (moment + step * total) + tl.sum(power * exponent, 1)
+    total = fade * total + tl.sum(power, 1)
+    return new, total, moment
+
+
+@triton.jit
+def _lowered(variable, c0, c1, c2, c3, c4, c5, c6, c7, low, high, threshold, floor):
+    """Beta of every row: the formula of :class:`sharpmax.core.policies.Lowered`."""
+    u = tl.minimum(tl.maximum(variable, low), high)
+    value = c0 * u + c1
+    value = value * u + c2
+    value = value * u + c3
+    value = value * u + c4
+    value = value * u + c5
+    value = value * u + c6
+    value = value * u + c7
+    return tl.where(variable > threshold, tl.maximum(value, floor), 1.0)
+
+
+@triton.jit
+def stats_kernel(
+    q,
+    k,
+    mask,
+    out_max,
+    out_sum,
+    out_moment,
+    out_min,
+    out_count,
+    out_beta,
+    out_q,
+    cu_q,
+    cu_k,
+    key_lengths,
+    stride_qb,
+    stride_qh,
+    stride_ql,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_kd,
+    stride_mb,
+    stride_mh,
+    stride_mq,
+    stride_mk,
+    heads,
+    group,
+    q_len,
+    k_len,
+    documents,
+    steps,
+    left,
+    right,
+    limit,
+    unit,
+    scale2,
+    cap2,
+    c0,
+    c1,
+    c2,
+    c3,
+    c4,
+    c5,
+    c6,
+    c7,
+    policy_low,
+    policy_high,
+    threshold,
+    floor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PACKED: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    LOWER_RIGHT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    EDGES: tl.constexpr,
+    MASK: tl.constexpr,
+    CAP: tl.constexpr,
+    BENT: tl.constexpr,
+    WITH_MIN: tl.constexpr,
+    POLICY: tl.constexpr,
+    LOG_COUNT: tl.constexpr,
+    SCALED_QUERY: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """One block of query rows against all the keys that they see."""
+    batch, head, first, q_start, k_start, queries, keys, shift = assigned(
+        tl.program_id(0), heads, q_len, k_len, cu_q, cu_k, documents, steps, key_lengths,
+        ROWS, False, RIGHT, PACKED, LENGTHS, LOWER_RIGHT,
+    )  # fmt: skip
+    if first >= queries:
+        return
+    q += tl.cast(batch, tl.int64) * stride_qb + tl.cast(head, tl.int64) * stride_qh
+    k += tl.cast(batch, tl.int64) * stride_kb + tl.cast(head // group, tl.int64) * stride_kh
+    mask += tl.cast(batch, tl.int64) * stride_mb + tl.cast(head, tl.int64) * stride_mh
+    q += tl.cast(q_start, tl.int64) * stride_ql
+    k += tl.cast(k_start, tl.int64) * stride_kl
+    query = tile(q, first, queries, stride_ql, stride_qd, ROWS, BLOCK_D, D, True)
+    rows = first + tl.arange(0, ROWS)
+    row = rows[:, None]
+
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    moment = tl.zeros([ROWS], tl.float32)
+    lowest = tl.full([ROWS], float("inf"), tl.float32)
+    count = tl.zeros([ROWS], tl.int32)
+    k = matrix(k, keys, stride_kl, KEYS, BLOCK_D, D, TMA)
+    low, a, b, high = key_range(first, queries, keys, shift, left, right, ROWS, KEYS, LEFT, RIGHT, MASK)
+    if MASK == 0:
+        for start in range(a, b, KEYS):
+            block = tile(k, start, keys, stride_kl, stride_kd, KEYS, BLOCK_D, D, False, TMA)
+            product = tl.dot(query, tl.trans(block), input_precision="ieee")
+            key = start + tl.arange(0, KEYS)[None, :]
+            raw, _, _ = logits(
+                product, row, key, True, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
+            )
+            highest, total, moment = _fold(raw, True, unit, highest, total, moment, False)
+            if WITH_MIN:
+                lowest = tl.minimum(lowest, tl.min(raw, 1) * unit)
+    if EDGES:
+        for i in range(edge_blocks(low, a, b, high, KEYS)):
+            start = edge_block(i, low, a, b, KEYS)
+            block = tile(k, start, keys, stride_kl, stride_kd, KEYS, BLOCK_D, D, True, TMA)
+            product = tl.dot(query, tl.trans(block), input_precision="ieee")
+            key = start + tl.arange(0, KEYS)[None, :]
+            visible = seen(row, key, queries, keys, shift, left, right, LEFT, RIGHT)
+            raw, visible, _ = logits(
+                product, row, key, visible, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
+            )
+            highest, total, moment = _fold(raw, visible, unit, highest, total, moment, True)
+            if WITH_MIN:
+                lowest = tl.minimum(lowest, tl.min(tl.where(visible, raw * unit, float("inf")), 1))
+            if MASK != 0:
+                count += tl.sum(visible.to(tl.int32), 1)
+
+    if MASK == 0:
+        begin = tl.zeros([ROWS], tl.int32)
+        end = begin + keys
+        if LEFT:
+            begin = tl.maximum(rows + shift - left, 0)
+        if RIGHT:
+            end = tl.minimum(end, rows + shift + right + 1)
+        count = tl.maximum(end - begin, 0)
+    moment *= LN2
+    inside = rows < queries
+    at = (tl.cast(batch, tl.int64) * heads + head) * q_len + q_start + rows
+    tl.store(out_max + at, highest * LN2, mask=inside)
+    tl.store(out_sum + at, total, mask=inside)
+    tl.store(out_moment + at, moment, mask=inside)
+    tl.store(out_count + at, count, mask=inside)
+    if WITH_MIN:
+        tl.store(out_min + at, lowest * LN2, mask=inside)
+    if POLICY:
+        if LOG_COUNT:
+            variable = tl.log(tl.maximum(count, 1).to(tl.float32))
+        else:
+            filled = tl.where(total == 0.0, 1.0, total)
+            variable = tl.log(filled) - moment / filled
+        beta = _lowered(variable, c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor)
+        tl.store(out_beta + at, beta, mask=inside)
+        if SCALED_QUERY:
+            again = tile(q, first, queries, stride_ql, stride_qd, ROWS, BLOCK_D, D, True).to(tl.float32)
+            out_q += ((tl.cast(batch, tl.int64) * heads + head) * q_len + q_start) * D
+            put_tile(out_q, again * beta[:, None], first, queries, ROWS, BLOCK_D, D)

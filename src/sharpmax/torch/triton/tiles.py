@@ -1,0 +1,59 @@
+"""How large the tiles of each kernel are: fixed numbers by head size, type and the memory of the device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+
+Kernel = Literal["stats", "attend", "query", "key"]
+
+
+class Tiles(NamedTuple):
+    """Query rows and keys of a tile, warps of a program, stages of its pipeline, and whether descriptors are used.
+
+    Descriptors serve Hopper's copy engine (TMA) where the tensors are aligned for it; others are read by address.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    descriptors: bool = False
+
+
+# By kernel, then by the largest head size served; for two-byte types with 200 KB of shared memory or more (Hopper).
+LARGE: dict[Kernel, dict[int, Tiles]] = {
+    "stats": {64: Tiles(128, 128, 8, 3, True), 128: Tiles(128, 64, 8, 4, True), 256: Tiles(128, 64, 8, 2, True)},
+    "attend": {64: Tiles(128, 64, 4, 3, True), 128: Tiles(128, 64, 8, 3, True), 256: Tiles(128, 32, 8, 2, True)},
+    "query": {64: Tiles(128, 64, 8, 3, True), 128: Tiles(128, 64, 8, 2, True), 256: Tiles(64, 32, 8, 2, True)},
+    "key": {64: Tiles(64, 128, 8, 2, True), 128: Tiles(32, 128, 8, 3, True), 256: Tiles(32, 64, 8, 1)},
+}
+# The same for less shared memory (Ampere, Ada, AMD).
+SMALL: dict[Kernel, dict[int, Tiles]] = {
+    "stats": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 4, 2), 256: Tiles(64, 32, 4, 2)},
+    "attend": {64: Tiles(128, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 16, 4, 1)},
+    "query": {64: Tiles(64, 32, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 16, 4, 1)},
+    "key": {64: Tiles(32, 64, 4, 2), 128: Tiles(32, 64, 4, 1), 256: Tiles(16, 32, 4, 1)},
+}
+# float32 without tensor cores: what matters is that a tile fits.
+FLOAT32: dict[Kernel, dict[int, Tiles]] = {
+    "stats": {64: Tiles(64, 32, 8, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
+    "attend": {64: Tiles(64, 32, 8, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
+    "query": {64: Tiles(32, 32, 4, 2), 128: Tiles(32, 32, 8, 2), 256: Tiles(16, 16, 8, 1)},
+    "key": {64: Tiles(32, 32, 4, 2), 128: Tiles(16, 32, 8, 1), 256: Tiles(16, 16, 8, 1)},
+}
+
+
+@functools.cache
+def _large_memory(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 200_000
+
+
+def tiles_for(kernel: Kernel, width: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """The tiles of a kernel for heads of ``width`` columns (the wider of query and value)."""
+    table = FLOAT32 if dtype == torch.float32 else LARGE if _large_memory(device) else SMALL
+    return next(tiles for limit, tiles in table[kernel].items() if width <= limit)

@@ -1,0 +1,89 @@
+"""Attention over packed documents of different lengths, without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.policies import PAPER, Policy, needs_spread
+from ..core.stats import RowStats
+from . import ops
+from .attention import Attention, choose, row_betas
+from .checks import Inputs, Window, check_dropout, check_policy, check_tensors, geometry_of, misfit, under_autocast
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    causal: bool = False,
+    scale: float | None = None,
+    *,
+    policy: Policy = PAPER,
+    window: Window = None,
+    softcap: float | None = None,
+    impl: str = "auto",
+    return_stats: bool = False,
+) -> Tensor | Attention:
+    """Attention of every document to itself, with the inverse temperature that ``policy`` chooses for each row.
+
+    Args:
+      query: ``[tokens, Hq, D]``, the queries of all documents one after the other.
+      key, value: ``[tokens, H, D]`` and ``[tokens, H, Dv]``; ``Hq`` is a multiple of ``H``.
+      cu_seqlens_q, cu_seqlens_k: where documents start, and the number of tokens at the end: int32 ``[documents + 1]``.
+      max_seqlen_q, max_seqlen_k: the longest document's lengths; taken for the sake of flash-attention's signature.
+      dropout_p: the probability that a weight is dropped.
+      causal: whether a query sees no later keys. Positions are counted from the end of each document (lower-right), as
+        flash-attention does; where a document has as many keys as queries that is the usual causality.
+      scale, policy, window, softcap: as in :func:`~sharpmax.torch.scaled_dot_product_attention`; a window too is
+        counted from the end.
+      impl: ``"streaming"`` (document after document), ``"triton"``, or ``"auto"``.
+      return_stats: return :class:`~sharpmax.torch.Attention`, with statistics and beta ``[Hq, tokens]``.
+    """
+    del max_seqlen_q, max_seqlen_k
+    check_policy(policy)
+    check_dropout(dropout_p)
+    check_tensors({"query": query, "key": key, "value": value})
+    query, key, value = under_autocast(query, key, value)
+    _check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    geometry = geometry_of(query, bool(causal), scale, window, softcap)._replace(lower_right=True)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    if impl in ("reference", "stock"):
+        raise ValueError(f"impl={impl!r} does not serve packed documents; streaming and triton can")
+    chosen = choose(impl, Inputs(q, k, v, None, None, geometry, ()), policy)
+    starts = tuple(x.to(device=q.device, dtype=torch.int32) for x in (cu_seqlens_q, cu_seqlens_k))
+    with torch.autocast(device_type=q.device.type, enabled=False):
+        with_min = needs_spread(policy)
+        top, total, moment, lowest, count = ops.row_stats(q, k, None, None, *starts, *geometry, with_min, chosen)
+        stats = RowStats(top, total, moment, lowest if with_min else None, count)
+        beta = row_betas(policy, stats)
+        seed = torch.randint(1 << 31, ()) if dropout_p > 0 else None
+        out, _ = ops.attend(
+            q, k, v, beta, top, None, None, *starts, seed, *geometry, float(dropout_p), chosen
+        )  # fmt: skip
+    output = out[0].transpose(0, 1)
+    if not return_stats:
+        return output
+    return Attention(output, RowStats(*(None if field is None else field[0] for field in stats)), beta[0])
+
+
+def _check_packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Any, cu_k: Any) -> None:
+    tensors = [query, key, value]
+    if any(x.ndim != 3 for x in tensors):
+        raise misfit("query, key and value [tokens, heads, columns]", tensors)
+    if key.shape[:2] != value.shape[:2] or query.shape[2] != key.shape[2]:
+        raise misfit("query, key and value that fit together", tensors)
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise misfit("the query's heads to be a multiple of the key's", tensors)
+    for name, starts in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if not isinstance(starts, Tensor) or starts.ndim != 1 or starts.is_floating_point() or starts.shape[0] < 1:
+            raise ValueError(f"expected {name} to be a tensor [documents + 1] of whole numbers, got {starts!r}")
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(f"expected as many documents of queries as of keys, got {len(cu_q) - 1} and {len(cu_k) - 1}")

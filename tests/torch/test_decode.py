@@ -1,0 +1,347 @@
+"""Decoding in plain torch against attention written out row by row in float64, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import sharpmax
+import sharpmax.torch
+from sharpmax.torch.decode import DecodeResult, decode_attention, paged_decode_attention
+
+CURVE = (-0.037, 0.481, -2.3, 4.917, -1.791)
+PEAK = max(
+    r.real for r in np.roots(np.polyder(CURVE)) if abs(r.imag) < 1e-9 and np.polyval(np.polyder(CURVE, 2), r) < 0
+)
+
+
+def entropy(z: np.ndarray) -> float:
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())
+
+
+def paper(z: np.ndarray, head: int = 0, most: float = math.inf) -> float:
+    h = entropy(z)
+    return max(float(np.polyval(CURVE, min(h, most))), 1.0) if h > 0.5 else 1.0
+
+
+def held(z: np.ndarray, head: int = 0) -> float:
+    return paper(z, head, float(PEAK))
+
+
+class SpreadOverTen:
+    """A plain callable, which reads everything there is and says nothing of what it needs."""
+
+    def __call__(self, stats: Any) -> Any:
+        return 1 + stats.spread / 10 + 0.01 * stats.entropy
+
+
+PER_HEAD = (sharpmax.PAPER, sharpmax.Constant(2.0), sharpmax.LogLength(), sharpmax.PAPER_HELD)
+PER_HEAD_BETAS = (paper, lambda z, h: 2.0, lambda z, h: math.log(z.size), held)
+MANY = sharpmax.EntropyPolynomial((0.0,) * 9 + (0.25, 1.0), threshold=0.0, floor=0.0)  # more than the kernel takes
+POLICIES: dict[str, tuple[Any, Callable[[np.ndarray, int], float]]] = {
+    "paper": (sharpmax.PAPER, paper),
+    "held": (sharpmax.PAPER_HELD, held),
+    "detached": (sharpmax.detached(sharpmax.PAPER), paper),
+    "log length": (sharpmax.LogLength(0.3, 0.2), lambda z, h: 0.3 * math.log(z.size) + 0.2),
+    "yarn": (sharpmax.LogLength.yarn(16), lambda z, h: (1 + 0.1 * math.log(max(z.size / 16, 1))) ** 2),
+    "constant": (sharpmax.Constant(1.7), lambda z, h: 1.7),
+    "flat": (sharpmax.Constant(0.0), lambda z, h: 0.0),
+    "hard": (sharpmax.Hard(), lambda z, h: math.inf),
+    "callable": (SpreadOverTen(), lambda z, h: 1 + (z.max() - z.min()) / 10 + 0.01 * entropy(z)),
+    "per head": (sharpmax.PerHead(PER_HEAD), lambda z, h: PER_HEAD_BETAS[h](z, h)),
+    "many coefficients": (MANY, lambda z, h: 0.25 * entropy(z) + 1.0),
+}
+
+
+class Expected(NamedTuple):
+    output: np.ndarray
+    beta: np.ndarray
+    entropy: np.ndarray
+    visible: np.ndarray
+
+
+def oracle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    betas: Callable[[np.ndarray, int], float],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Expected:
+    """Attention of every query, one after the other, in float64; beta is 1 where nothing is visible."""
+    q, k, v = (x.detach().cpu().double().numpy() for x in (query, key, value))
+    batch, heads, queries, dim = q.shape
+    group = heads // k.shape[1]
+    output = np.zeros((batch, heads, queries, v.shape[-1]))
+    beta, entropies, count = np.ones(q.shape[:3]), np.zeros(q.shape[:3]), np.zeros(q.shape[:3], int)
+    for b, h, i in np.ndindex(batch, heads, queries):
+        last = lengths[b] - queries + i
+        first = 0 if window is None else max(last - window + 1, 0)
+        z = k[b, h // group, first : last + 1] @ q[b, h, i] * (dim**-0.5 if scale is None else scale)
+        if last < first:
+            continue
+        if softcap is not None:
+            z = softcap * np.tanh(z / softcap)
+        beta[b, h, i] = chosen = betas(z, h)
+        w = (z == z.max()).astype(float) if math.isinf(chosen) else np.exp(chosen * (z - z.max()))
+        output[b, h, i] = w / w.sum() @ v[b, h // group, first : last + 1]
+        entropies[b, h, i], count[b, h, i] = entropy(z), z.size
+    return Expected(output, beta, entropies, count)
+
+
+def inputs(
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    queries: int = 2,
+    capacity: int = 70,
+    dim: int = 16,
+    value_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    deviation: float = 2.0,
+    device: str = "cpu",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value whose logits have about the given deviation."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn((batch, heads, queries, dim), generator=generator) * deviation
+    key = torch.randn((batch, kv_heads, capacity, dim), generator=generator)
+    value = torch.randn((batch, kv_heads, capacity, value_dim), generator=generator)
+    return tuple(x.to(dtype).to(device) for x in (query, key, value))  # pyright: ignore[reportReturnType]
+
+
+Q, K, V = inputs()
+
+
+def lengths_of(values: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def paged(cache: Tensor, lengths: list[int], page_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A cache ``[B, heads, capacity, D]`` as scattered pages, NaN where nothing is valid, and its block table."""
+    batch, heads, capacity, dim = cache.shape
+    most = -(-capacity // page_size)
+    order = torch.randperm(batch * most, generator=torch.Generator().manual_seed(seed)).tolist()
+    pages = torch.full((batch * most, page_size, heads, dim), math.nan, dtype=cache.dtype)
+    table = torch.full((batch, most), -1, dtype=torch.int32)
+    for b, length in enumerate(lengths):
+        for p in range(-(-length // page_size)):
+            page = table[b, p] = order[b * most + p]
+            keys = cache[b, :, p * page_size : min((p + 1) * page_size, length)].cpu()
+            pages[page, : keys.shape[1]] = keys.transpose(0, 1)
+    return pages.to(cache.device), table.to(cache.device)
+
+
+def check(result: Any, expected: Expected, tolerance: float) -> None:
+    assert isinstance(result, DecodeResult)
+    np.testing.assert_allclose(result.output.double().cpu(), expected.output, atol=tolerance, rtol=0)
+    seen = expected.visible > 0
+    beta, highest = result.beta.cpu().numpy(), result.stats.max.cpu().numpy()
+    np.testing.assert_allclose(beta[seen], expected.beta[seen], rtol=1e-4)
+    np.testing.assert_allclose(result.stats.entropy.cpu(), expected.entropy, atol=1e-4)
+    np.testing.assert_array_equal(result.stats.count.cpu(), expected.visible)
+    assert bool((highest[~seen] == -math.inf).all())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_policies(name: str, dtype: torch.dtype) -> None:
+    policy, betas = POLICIES[name]
+    query, key, value = inputs(dtype=dtype)
+    result = decode_attention(query, key, value, lengths_of([70, 33]), policy=policy, impl="torch", return_stats=True)
+    check(result, oracle(query, key, value, [70, 33], betas), 1e-5)
+
+
+@pytest.mark.parametrize("options", [{"window": 5}, {"window": 1}, {"softcap": 3.0}, {"scale": 0.7}])
+def test_options(options: dict[str, Any]) -> None:
+    query, key, value = inputs(value_dim=24)
+    result = decode_attention(query, key, value, lengths_of([70, 4]), return_stats=True, **options)
+    check(result, oracle(query, key, value, [70, 4], paper, **options), 1e-5)
+
+
+def test_a_window_may_be_given_by_its_sides() -> None:
+    torch.testing.assert_close(decode_attention(Q, K, V, window=(4, 0)), decode_attention(Q, K, V, window=5))
+    torch.testing.assert_close(decode_attention(Q, K, V, window=(-1, 0)), decode_attention(Q, K, V))
+
+
+def test_autocast_changes_nothing() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = decode_attention(Q, K, V)
+    torch.testing.assert_close(output, decode_attention(Q, K, V), rtol=0, atol=0)
+
+
+def test_without_lengths_the_whole_cache_is_valid() -> None:
+    query, key, value = inputs(queries=1)
+    check(decode_attention(query, key, value, return_stats=True), oracle(query, key, value, [70, 70], paper), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_types_are_computed_in_float32(dtype: torch.dtype) -> None:
+    query, key, value = inputs(dtype=dtype)
+    output = decode_attention(query, key, value)
+    assert isinstance(output, Tensor)
+    assert output.dtype == dtype
+    expected = oracle(query, key, value, [70, 70], paper).output
+    np.testing.assert_allclose(output.double(), expected, atol=torch.finfo(dtype).eps * 4)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_short_caches_and_what_lies_beyond_them(queries: int) -> None:
+    query, key, value = inputs(batch=4, queries=queries)
+    lengths = [0, 1, 2, 70]
+    expected = oracle(query, key, value, lengths, paper)
+    for b, length in enumerate(lengths):
+        key[b, :, length:] = math.nan
+        value[b, :, length:] = math.nan
+    result = decode_attention(query, key, value, lengths_of(lengths), return_stats=True)
+    check(result, expected, 1e-5)
+    assert isinstance(result, DecodeResult)
+    assert bool((result.output[0] == 0).all())
+
+
+def test_lengths_beyond_the_cache_mean_all_of_it() -> None:
+    query, key, value = inputs()
+    result = decode_attention(query, key, value, lengths_of([1000, -3]), return_stats=True)
+    check(result, oracle(query, key, value, [70, 0], paper), 1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+def test_pages_equal_a_contiguous_cache(page_size: int) -> None:
+    query, key, value = inputs(batch=3, value_dim=24)
+    lengths = [70, 0, 33]
+    expected = decode_attention(query, key, value, lengths_of(lengths))
+    (keys, table), (values, _) = (paged(cache, lengths, page_size) for cache in (key, value))
+    result = paged_decode_attention(query, keys, values, table, lengths_of(lengths))
+    torch.testing.assert_close(result, expected)
+
+
+def test_strides_do_not_matter() -> None:
+    query, key, value = inputs()
+    expected = decode_attention(query, key, value)
+    scattered = [torch.stack((x.mT, x.mT), dim=-1)[..., 0].mT for x in (query, key, value)]
+    assert not any(x.is_contiguous() for x in scattered)
+    torch.testing.assert_close(decode_attention(*scattered), expected)
+
+
+def test_an_offset_of_the_logits_changes_nothing() -> None:
+    query, key, value = exact_inputs()
+    offset = with_offset(key, 1e4)
+    check(
+        decode_attention(query, offset, value, scale=0.25, return_stats=True),
+        oracle(query, key, value, [70, 70], paper, scale=0.25),
+        1e-5,
+    )
+
+
+def exact_inputs(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers whose logits are multiples of 1/64, with a dimension of the query that is 1 and of the key that is 0."""
+    query, key, value = inputs(**sizes)
+    query, key = (torch.round(x * 4) / 4 for x in (query, key))
+    query[..., -1], key[..., -1] = 1, 0
+    return query, key, value
+
+
+def with_offset(key: Tensor, offset: float) -> Tensor:
+    moved = key.clone()
+    moved[..., -1] = 4 * offset
+    return moved
+
+
+@pytest.mark.parametrize("empty", [{"batch": 0}, {"capacity": 0}])
+def test_empty(empty: dict[str, Any]) -> None:
+    query, key, value = inputs(**empty)
+    output = decode_attention(query, key, value)
+    assert isinstance(output, Tensor)
+    assert output.shape == query.shape
+    assert bool((output == 0).all())
+
+
+@pytest.mark.parametrize("policy", [sharpmax.PAPER, SpreadOverTen()])
+def test_compiled_whole_and_for_growing_caches(policy: Any) -> None:
+    compiled = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    function: Any = torch.compile(
+        lambda q, k, v, n: decode_attention(q, k, v, n, policy=policy), fullgraph=True, backend=backend
+    )
+    for capacity in (40, 41, 42, 43):
+        tensors: tuple[Any, ...] = (*inputs(capacity=capacity), lengths_of([capacity, 17]))
+        torch.testing.assert_close(function(*tensors), decode_attention(*tensors, policy=policy))
+    assert len(compiled) <= 2
+
+
+def test_auto_takes_torch_where_there_is_no_gpu() -> None:
+    query, key, value = inputs(dtype=torch.float64)
+    torch.testing.assert_close(
+        decode_attention(query, key, value), decode_attention(query, key, value, impl="torch"), rtol=0, atol=0
+    )
+    with pytest.raises(ValueError, match="use impl='torch'"):
+        decode_attention(query, key, value, impl="triton")
+
+
+def test_parameters_of_a_policy_get_no_gradient() -> None:
+    query, key, value = inputs()
+    policy = sharpmax.torch.Learnable(sharpmax.LearnableTemperature(heads=4, init=2.0))
+    output = decode_attention(query, key, value, policy=policy)
+    assert isinstance(output, Tensor)
+    assert not output.requires_grad
+    torch.testing.assert_close(output, decode_attention(query, key, value, policy=sharpmax.Constant(2.0)))
+
+
+REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "queries, head size": ((Q[:, :, 0], K, V), {}),
+    "1 to 16 queries": ((Q.expand(2, 4, 2, 16).repeat(1, 1, 9, 1), K, V), {}),
+    "same heads and capacity, got value": ((Q, K, V[:, :, :5]), {}),
+    "same heads and capacity, got key": ((Q, K[:1], V), {}),
+    "head size 16, got 8": ((Q, K[..., :8], V), {}),
+    "multiple of the cache's 2 heads, got 3": ((Q[:, :3], K, V), {}),
+    "one floating-point type": ((Q, K.half(), V), {}),
+    "cache_lengths to be int32": ((Q, K, V, torch.tensor([1, 2])), {}),
+    r"shape \[2\], got torch.int32 of shape \(3,\)": ((Q, K, V, lengths_of([1, 2, 3])), {}),
+    "no gradient": ((Q.clone().requires_grad_(), K, V), {}),
+    "impl to be one of auto, triton, torch, got 'fast'": ((Q, K, V), {"impl": "fast"}),
+    "window to be a whole number": ((Q, K, V), {"window": 0}),
+    "softcap to be a positive number": ((Q, K, V), {"softcap": 0.0}),
+    "callable with RowStats, got str": ((Q, K, V), {"policy": "paper"}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(message: str) -> None:
+    positional, named = REFUSED[message]
+    with pytest.raises((ValueError, TypeError), match=message):
+        decode_attention(*positional, **named)
+
+
+def test_refused_pages() -> None:
+    (keys, table), (values, _) = (paged(cache, [70, 70], 16) for cache in (K, V))
+    refused: dict[str, Any] = {
+        "alike but for the last": (Q, keys, values[:2], table, lengths_of([1, 2])),
+        "block_table to be int32": (Q, keys, values, table.long(), lengths_of([1, 2])),
+        "how many keys are valid, got None": (Q, keys, values, table, None),
+    }
+    for message, arguments in refused.items():
+        with pytest.raises(ValueError, match=message):
+            paged_decode_attention(*arguments)
+
+
+def test_gradients_are_refused_only_where_they_are_recorded() -> None:
+    with torch.no_grad():
+        decode_attention(Q.clone().requires_grad_(), K, V)

@@ -1,0 +1,90 @@
+"""varlen_attention against attention on each document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sharpmax
+from sharpmax.torch import Attention, scaled_dot_product_attention, varlen_attention
+
+STARTS_Q, STARTS_K = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 6, 8, 13])
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = ((9, 4, 8), (13, 2, 8), (13, 2, 6))
+    return [(2 * torch.randn(s, generator=g, dtype=torch.float64)).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 3, (2, 0)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_documents_do_not_meet_streaming(causal: bool, window: Any, dtype: torch.dtype) -> None:
+    q, k, v = inputs(dtype)
+    result = varlen_attention(q, k, v, STARTS_Q, STARTS_K, 5, 6, causal=causal, window=window, return_stats=True)
+    assert isinstance(result, Attention)
+    parts, entropies = [], []
+    for i in range(3):
+        one = [
+            x[starts[i] : starts[i + 1]].transpose(0, 1) for x, starts in ((q, STARTS_Q), (k, STARTS_K), (v, STARTS_K))
+        ]
+        lengths = (one[0].shape[1], one[1].shape[1])
+        rows, keys = torch.arange(lengths[0])[:, None] + lengths[1] - lengths[0], torch.arange(lengths[1])
+        left, right = (window - 1, window - 1) if isinstance(window, int) else window or (99, 99)
+        mask = (keys >= rows - left) & (keys <= rows + (0 if causal else right))
+        alone = scaled_dot_product_attention(
+            one[0], one[1], one[2], mask, enable_gqa=True, impl="reference", return_stats=True
+        )
+        parts.append(alone.output.transpose(0, 1))
+        entropies.append(alone.stats.entropy)
+    expected = torch.cat(parts)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-2
+    assert torch.allclose(result.output, expected, atol=tolerance)
+    assert torch.allclose(result.stats.entropy, torch.cat(entropies, 1), atol=max(tolerance, 1e-5) / 10)
+    g = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(x, (q, k, v), g) for x in (result.output, expected)), strict=True):
+        assert torch.allclose(a, b, atol=10 * tolerance)
+
+
+def test_gradcheck_with_dropout_streaming() -> None:
+    def seeded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        out = varlen_attention(q, k, v, STARTS_Q, STARTS_K, dropout_p=0.2, causal=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    assert torch.autograd.gradcheck(seeded, inputs(), atol=1e-5, fast_mode=True)
+
+
+def test_compiles_whole_streaming() -> None:
+    q, k, v = inputs(torch.float32)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = varlen_attention(q, k, v, STARTS_Q, STARTS_K, causal=True, policy=sharpmax.PAPER)
+        assert isinstance(out, Tensor)
+        return out
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(q, k, v), attend(q, k, v), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cu_seqlens_k": torch.tensor([0, 13])}, "as many documents"),
+        ({"cu_seqlens_q": [0, 9]}, "cu_seqlens_q"),
+        ({"query": torch.randn(2, 9, 4, 8)}, "tokens, heads, columns"),
+        ({"value": torch.randn(12, 2, 8)}, "fit together"),
+        ({"query": torch.randn(9, 3, 8)}, "multiple"),
+        ({"impl": "reference"}, "streaming and triton"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(change: dict[str, Any], words: str) -> None:
+    q, k, v = (x.detach().float() for x in inputs())
+    call: Any = {"query": q, "key": k, "value": v, "cu_seqlens_q": STARTS_Q, "cu_seqlens_k": STARTS_K} | change
+    with pytest.raises(ValueError, match=words):
+        varlen_attention(**call)
