@@ -355,3 +355,27 @@ def test_reproduce_all_with_newly_trained_heads(command, tmp_path, made, monkeyp
     assert all(checkpoint == folders.get(protocol) for _, protocol, checkpoint in made)
     for protocol, folder in folders.items():
         assert max_retrieval.load_checkpoint(folder).protocol.schedule == max_retrieval.PRESETS[protocol].schedule
+
+
+def test_an_interrupt_says_what_is_saved_and_ends_at_once(tmp_path):
+    arguments = ["train", "max-retrieval", "--seeds", "1", "--steps", "100000", "--out", str(tmp_path / "heads")]
+    code = "from sharpmax.__main__ import command; command()"
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        while not (tmp_path / "heads").exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        time.sleep(1)  # it compiles
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "is saved" in err
+    assert "the same command goes on from there" in err
+    assert err.endswith("sharpmax: interrupted\n")
+
+
+def test_a_page_that_is_there_is_made_anew_with_an_exhibit(command, tmp_path, made):
+    assert command("reproduce", "fig5", "--out", str(tmp_path))[0] == 0
+    assert not (tmp_path / "index.html").exists()
+    (tmp_path / "index.html").write_text("old")
+    assert command("reproduce", "fig5", "--out", str(tmp_path))[0] == 0
+    assert "Not made" in (tmp_path / "index.html").read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 could not be done, 2 bad arguments, 130 interrupted.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -60,5 +61,20 @@ def _complain(sentence: str, code: int) -> int:
     return code
 
 
+def command() -> NoReturn:
+    """What the installed command runs: :func:`main`, but an interrupt ends the process at once.
+
+    A library that is compiling in a thread of its own does not survive an orderly end.
+    """
+    try:
+        main()
+    except SystemExit as stopped:
+        if stopped.code != 130:
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)
+
+
 if __name__ == "__main__":
-    main()
+    command()

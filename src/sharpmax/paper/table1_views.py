@@ -135,8 +135,8 @@ def _fit_lines(fit: Mapping[str, Any]) -> list[str]:
     return [
         f"The refitted polynomial (Appendix F) has the coefficients {terms}, highest power first{domain}. It was "
         f"fitted on {fit['kept']:,} of {total:,} validation sets of {', '.join(f'{n:,}' for n in fit['sizes'])} items; "
-        "the others have no finite optimal temperature. Beyond that range it is extrapolated, as in the paper; "
-        "range-safe, it holds its value.",
+        "in the others the true maximum has the largest logit already, or no finite temperature is best. Beyond that "
+        "range it is extrapolated, as in the paper; range-safe, it holds its value.",
         *(f"Note: {note}." for note in fit["notes"]),
     ]
 

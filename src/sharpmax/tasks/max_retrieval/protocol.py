@@ -174,7 +174,9 @@ def load_protocol(name: str | Path) -> Protocol:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         known = ", ".join(PRESETS)
-        raise ValueError(f"expected a protocol to be one of {known}, or a JSON file, got {str(name)!r}") from None
+        raise ValueError(
+            f"expected a protocol to be one of {known}, or a JSON file, got {str(name)!r}, which is no file"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{name} is not a protocol file: {error}") from None
     return Protocol.from_dict(content)

@@ -158,11 +158,6 @@ def _run(
         if RECORDS * step // steps > RECORDS * (step - length) // steps:
             _record(histories, step, len(seeds), {"loss": loss, "accuracy": accuracy}, state, member_seeds, fixed)
         now = time.perf_counter()
-        if progress is not None:
-            rate = (step - first_step) / (now - settled)
-            progress(Progress(step, steps, float(loss.mean()), float(accuracy.mean()), rate, (steps - step) / rate))
-        if settled == began and step < steps:  # The first chunk compiled; the rate is that of the others.
-            first_step, settled = step, now
         host = jax.tree.map(np.asarray, state)
         yield [
             Checkpoint(
@@ -177,6 +172,11 @@ def _run(
             )
             for i, protocol in enumerate(protocols)
         ]
+        if progress is not None:  # What is shown is saved.
+            rate = (step - first_step) / (now - settled)
+            progress(Progress(step, steps, float(loss.mean()), float(accuracy.mean()), rate, (steps - step) / rate))
+        if settled == began and step < steps:  # The first chunk compiled; the rate is that of the others.
+            first_step, settled = step, now
 
 
 def numbers_of(protocols: list[Protocol], seeds: int) -> Numbers:
