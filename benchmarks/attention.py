@@ -2,10 +2,11 @@
 
     python -m benchmarks.attention [--quick] [--sweep] [--flex] [--out FILE]
 
-Two ways are measured. "stock": a kernel gives the statistics, beta and ``beta * q``, and stock attention (cuDNN) does
-the rest. "triton": a kernel gives the statistics and beta, and another one attends with beta on the logits in float32;
-its backward is "composed" (attention, then statistics) or "fused" (the gradient of beta, then all the rest at once).
-Inputs are scaled so that the paper's policy acts; the share of rows with beta above 1.3 is recorded with each result.
+Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured. ``impl="stock"``: a kernel gives statistics,
+beta and ``beta * q``, and stock attention (cuDNN) does the rest. ``impl="triton"``: a kernel gives the statistics and
+beta, and another one attends with beta on the logits in float32. "detached" is the same policy without its gradient.
+Our kernels are timed alone too. Inputs are scaled so that the paper's policy acts; the share of rows with beta above
+1.3 is recorded with each result.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import sharpmax
+import sharpmax.torch
 from benchmarks.figure4 import torch_figure4
 from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
@@ -34,6 +37,7 @@ from sharpmax.torch.triton import Tiles, prefill
 SHAPES = ((4, 16, 4096, 128), (1, 16, 16384, 128), (1, 16, 16384, 64), (1, 16, 32768, 128))
 ENTROPY = 4.0  # about the peak of the paper's polynomial; logits of deviation d have entropy log(n) - d^2 / 2
 POLICY: Any = sharpmax.PAPER.lower()
+DETACHED = sharpmax.detached(sharpmax.PAPER)
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 Grads = tuple[Tensor, ...]
 Forward = Callable[[], Any]
@@ -97,59 +101,12 @@ def statistics(x: Inputs, *, scaled_query: bool, config: Tiles | None = None) ->
     )
 
 
-def through_policy(stats: tuple[Any, ...], dbeta: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of sum and moment, given that of beta."""
-    total, moment = (s.detach().requires_grad_() for s in stats[1:3])
-    with torch.enable_grad():
-        beta = POLICY(sharpmax.RowStats(stats[0], total, moment, None, stats[4]))
-        d_sum, d_moment = torch.autograd.grad(beta, (total, moment), dbeta)
-    return d_sum, d_moment
+def adaptive(q: Tensor, k: Tensor, v: Tensor, causal: bool, impl: str, policy: Any = sharpmax.PAPER) -> Tensor:
+    return sharpmax.torch.scaled_dot_product_attention(q, k, v, is_causal=causal, impl=impl, policy=policy)
 
 
-def rounded_forward(x: Inputs) -> Tensor:
-    """The way "stock": beta times q is rounded to the type of q."""
-    _, _, scaled = statistics(x, scaled_query=True)
-    return stock(scaled, x.k.detach(), x.v.detach(), x.causal, CUDNN)
-
-
-def rounded_gradients(x: Inputs) -> Grads:
-    stats, beta, scaled = statistics(x, scaled_query=True)
-    scaled = scaled.requires_grad_()
-    out = stock(scaled, x.k, x.v, x.causal, CUDNN)
-    d_scaled, dk, dv = torch.autograd.grad(out, (scaled, x.k, x.v), x.do)
-    q, k = x.q.detach(), x.k.detach()
-    d_sum, d_moment = through_policy(stats, (d_scaled.float() * q).sum(-1))
-    dq, dk_stats, _, _ = prefill.backward(
-        q, k, None, None, x.geometry, row_max=stats[0], grad_sum=d_sum, grad_moment=d_moment
-    )
-    return torch.addcmul(dq.float(), d_scaled, beta[..., None]).to(dq.dtype), dk + dk_stats, dv
-
-
-def exact_forward(x: Inputs) -> Tensor:
-    """The way "triton": beta meets the logits in float32."""
-    _, beta, _ = statistics(x, scaled_query=False)
-    return prefill.attend(x.q.detach(), x.k.detach(), x.v.detach(), beta, x.geometry)[0]
-
-
-def exact_gradients(x: Inputs, *, fused: bool) -> Grads:
-    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
-    stats, beta, _ = statistics(x, scaled_query=False)
-    out, lse = prefill.attend(q, k, v, beta, x.geometry)
-    given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": x.do, "row_max": stats[0]}
-    if fused:
-        dbeta, delta = prefill.beta_gradient(q, k, v, beta, x.geometry, **given)
-        d_sum, d_moment = through_policy(stats, dbeta)
-        dq, dk, dv, _ = prefill.backward(
-            q, k, v, beta, x.geometry, **given, grad_sum=d_sum, grad_moment=d_moment, delta=delta
-        )
-        assert dv is not None
-        return dq, dk, dv
-    dq, dk, dv, dbeta = prefill.backward(q, k, v, beta, x.geometry, **given, need_beta=True)
-    assert dv is not None
-    assert dbeta is not None
-    d_sum, d_moment = through_policy(stats, dbeta)
-    more = prefill.backward(q, k, None, None, x.geometry, row_max=stats[0], grad_sum=d_sum, grad_moment=d_moment)
-    return dq + more[0], dk + more[1], dv
+def adaptive_gradients(x: Inputs, impl: str, policy: Any = sharpmax.PAPER) -> Grads:
+    return torch.autograd.grad(adaptive(x.q, x.k, x.v, x.causal, impl, policy), (x.q, x.k, x.v), x.do)
 
 
 def flex_functions(x: Inputs) -> dict[str, Forward]:
@@ -190,6 +147,9 @@ def kernels(x: Inputs) -> dict[str, Forward]:
         "kernel backward of attend": lambda: prefill.backward(q, k, v, beta, x.geometry, **given, need_beta=True),
         "kernel backward of stats": lambda: prefill.backward(q, k, None, None, x.geometry, row_max=stats[0], **moved),
         "kernel backward of both": lambda: prefill.backward(q, k, v, beta, x.geometry, **given, **moved, delta=ones),
+        "kernel gradient of the policy": lambda: prefill.policy_gradient(
+            POLICY, stats[1], stats[2], q=q, grad_scaled=x.do
+        ),
         "kernel gradient of beta": lambda: prefill.beta_gradient(q, k, v, beta, x.geometry, **given),
     }
 
@@ -201,11 +161,12 @@ def functions(x: Inputs, flex: bool, with_figure4: bool) -> dict[str, Forward]:
         "cudnn forward+backward": lambda: stock_gradients(x, CUDNN),
         "flash forward": lambda: stock(*plain, FLASH),
         "flash forward+backward": lambda: stock_gradients(x, FLASH),
-        "stock forward": lambda: rounded_forward(x),
-        "stock forward+backward": lambda: rounded_gradients(x),
-        "triton forward": lambda: exact_forward(x),
-        "triton forward+backward, composed": lambda: exact_gradients(x, fused=False),
-        "triton forward+backward, fused": lambda: exact_gradients(x, fused=True),
+        "stock forward": lambda: adaptive(*plain, "stock"),
+        "stock forward+backward": lambda: adaptive_gradients(x, "stock"),
+        "stock forward+backward, detached": lambda: adaptive_gradients(x, "stock", DETACHED),
+        "triton forward": lambda: adaptive(*plain, "triton"),
+        "triton forward+backward": lambda: adaptive_gradients(x, "triton"),
+        "triton forward+backward, detached": lambda: adaptive_gradients(x, "triton", DETACHED),
         **kernels(x),
     }
     if flex:
@@ -301,9 +262,8 @@ def accuracy(causal: bool, dtype: torch.dtype) -> dict[str, Any]:
     out, grads, beta64 = exact64(x)
     _, beta, scaled = statistics(x, scaled_query=True)
     found = {
-        "stock": (rounded_forward(x), rounded_gradients(x)),
-        "triton, composed": (exact_forward(x), exact_gradients(x, fused=False)),
-        "triton, fused": (exact_forward(x), exact_gradients(x, fused=True)),
+        "stock": (adaptive(x.q, x.k, x.v, causal, "stock").detach(), adaptive_gradients(x, "stock")),
+        "triton": (adaptive(x.q, x.k, x.v, causal, "triton").detach(), adaptive_gradients(x, "triton")),
         "figure 4": (figure4(x.q, x.k, x.v, causal).detach(), figure4_gradients(x)),
     }
     names = ("output", "dq", "dk", "dv")
@@ -407,7 +367,7 @@ def main() -> None:
         ]
         content["standard_normal"] = [] if quick else [speed(SHAPES[0], True, 1.0, quick, flex)]
         content["accuracy"] = [accuracy(causal, torch.bfloat16) for causal in ((True,) if quick else (False, True))]
-    content["provenance"] = provenance()
+    content["provenance"] = provenance(["python", "-m", "benchmarks.attention", *sys.argv[1:]])
     content = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
     write_text(arguments.out, json.dumps(content, indent=2) + "\n")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sharpmax
-from sharpmax.core.policies import LearnableStructure, lowered
+from sharpmax.core.policies import LearnableStructure, Lowered, lowered
 from tests.arrays import LIBRARIES, gradient, make, numbers
 
 RNG = np.random.default_rng(2)
@@ -129,6 +129,31 @@ def test_the_lowered_form_is_the_same_policy(library: str, policy: Any) -> None:
     assert form is not None
     np.testing.assert_allclose(numbers(form(stats)), numbers(policy(stats)), rtol=2e-6)
     assert all(isinstance(c, float) for c in form.coefficients)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("policy", [p for p in EVERY if lowered(p)], ids=str)
+def test_the_slope_is_the_derivative_of_beta(library: str, policy: Any) -> None:
+    form = lowered(policy)
+    assert form is not None
+    v = np.random.default_rng(5).uniform(0.01, 9.0, size=50)
+    total = torch.tensor(np.exp(v), requires_grad=True)  # the entropy is log(sum), and the other variable log(count)
+    zero = torch.zeros_like(total)
+    beta = form(sharpmax.RowStats(zero, total, zero, None, total)) + 0 * total
+    expected = numbers(torch.autograd.grad(beta.sum(), total)[0] * total)
+    fields = (make(library, x) for x in (0 * v, np.exp(v), 0 * v, 0 * v, np.exp(v)))
+    slope = form.slope(sharpmax.RowStats(*fields))
+    np.testing.assert_allclose(numbers(slope), expected, rtol=1e-3, atol=1e-5)
+    assert not form.constant or form.variable == "log_count" or not expected.any()
+
+
+def test_the_slope_at_a_bound_is_that_of_autograd() -> None:
+    line = Lowered("entropy", (2.0, 0.5), lo=0.0, hi=math.log(2.0), threshold=-1.0, floor=0.5)
+    total = torch.tensor([1.0, 1.5, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    stats = sharpmax.RowStats(torch.zeros(4), total, torch.zeros(4, dtype=torch.float64), None, torch.ones(4))
+    (expected,) = torch.autograd.grad(line(stats).sum(), total)
+    torch.testing.assert_close(line.slope(stats).detach(), expected * total.detach())
+    assert expected[0] == 0.5  # one half for the bound, one half for the floor
 
 
 def test_what_has_no_lowered_form_says_so() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sharpmax
 import sharpmax.torch
-from sharpmax.torch.decode import DecodeResult, decode_attention, paged_decode_attention
+from sharpmax.torch.decode import Attention, decode_attention, paged_decode_attention
 
 CURVE = (-0.037, 0.481, -2.3, 4.917, -1.791)
 PEAK = max(
@@ -146,7 +146,7 @@ def paged(cache: Tensor, lengths: list[int], page_size: int, seed: int = 0) -> t
 
 
 def check(result: Any, expected: Expected, tolerance: float) -> None:
-    assert isinstance(result, DecodeResult)
+    assert isinstance(result, Attention)
     np.testing.assert_allclose(result.output.double().cpu(), expected.output, atol=tolerance, rtol=0)
     seen = expected.visible > 0
     beta, highest = result.beta.cpu().numpy(), result.stats.max.cpu().numpy()
@@ -208,7 +208,7 @@ def test_short_caches_and_what_lies_beyond_them(queries: int) -> None:
         value[b, :, length:] = math.nan
     result = decode_attention(query, key, value, lengths_of(lengths), return_stats=True)
     check(result, expected, 1e-5)
-    assert isinstance(result, DecodeResult)
+    assert isinstance(result, Attention)
     assert bool((result.output[0] == 0).all())
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sharpmax.torch import ops
+import sharpmax
+from sharpmax.core.policies import Detached, Lowered, lowered
+from sharpmax.torch import ops, reference
 from sharpmax.torch.geometry import Geometry
 
 GEOMETRIES = {
@@ -153,3 +155,150 @@ def test_unknown_implementation_is_refused() -> None:
     arguments = stats_arguments("plain", GEOMETRIES["full"], False)
     with pytest.raises(ValueError, match="streaming, triton"):
         ops.row_stats(*arguments[:-1], "fast")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Operators with a policy inside: Triton's kernels, in its interpreter where there is no GPU
+# ----------------------------------------------------------------------------------------------------------------
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+POLICIES: dict[str, Any] = {
+    "paper": sharpmax.PAPER,
+    "held": sharpmax.EntropyPolynomial(sharpmax.PAPER.coefficients, domain=(0.6, 1.2), beyond="hold_end"),
+    "detached": sharpmax.detached(sharpmax.PAPER),
+    "length": sharpmax.LogLength(0.7, 0.3),
+    "constant": sharpmax.Constant(1.5),
+}
+KINDS: dict[str, tuple[Geometry, str]] = {
+    "full": (Geometry(0.5), "plain"),
+    "causal": (Geometry(0.5, right=0), "plain"),
+    "softcap_window": (Geometry(0.5, 2.0, left=3, right=0, lower_right=True), "plain"),
+    "lengths": (Geometry(0.5), "lengths"),
+    "boolean": (Geometry(0.5), "boolean"),
+}
+BY_DTYPE = {torch.float32: 3e-5, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+
+def numbers(policy: Any) -> Any:
+    form = lowered(policy)
+    assert isinstance(form, Lowered)
+    return ops.policy_numbers(form, isinstance(policy, Detached))
+
+
+def policy_call(kind: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Geometry, Any]:
+    geometry, masked = KINDS[kind]
+    leaves = [x.detach()[:1, : x.shape[1] // 2].to(DEVICE).requires_grad_() for x in tensors(dtype)]
+    mask = lengths = None
+    if masked == "lengths":
+        lengths = torch.tensor([3], dtype=torch.int32)
+    elif masked == "boolean":
+        mask = torch.rand(1, 1, 5, 7, generator=torch.Generator().manual_seed(3)) > 0.3
+        mask[0, :, 2] = False
+    return leaves, geometry, tuple(None if x is None else x.to(DEVICE) for x in (mask, lengths))
+
+
+@pytest.fixture(autouse=True)
+def device_there(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not ON_GPU:
+        pytest.skip("needs an NVIDIA GPU")
+
+
+def agree(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    assert found.shape == expected.shape, what
+    error = (found.double() - expected).norm() / (expected.norm() + 1e-6)
+    assert error <= tolerance, f"{what}: {error:.2e}"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operators_with_a_policy_inside_match_the_reference(policy: str, kind: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    leaves, geometry, given = policy_call(kind, dtype)
+    rule, tolerance = POLICIES[policy], BY_DTYPE[dtype]
+    q, k, v = wide = [x.detach().double().requires_grad_() for x in leaves]
+    stats = reference.row_stats(q, k, geometry, mask=given[0], key_lengths=given[1], with_min=False)
+    beta = rule(stats)
+    scaled = q * beta[..., None]
+    out = reference.attend(q, k, v, beta, geometry, mask=given[0], key_lengths=given[1])
+
+    found = ops.sharpened_query(*leaves[:2], *given, *geometry, *numbers(rule))
+    assert found[0].dtype == dtype
+    assert [x.requires_grad for x in found] == [True] + 5 * [False]
+    agree(found[0].detach(), scaled.detach(), tolerance, "scaled query")
+    agree(found[5], beta.detach(), 3e-5, "beta")
+    g = torch.randn(q.shape, generator=torch.Generator().manual_seed(5)).to(found[0])
+    expected = torch.autograd.grad(scaled, (q, k), g.double(), retain_graph=True, materialize_grads=True)
+    got = torch.autograd.grad(found[0], leaves[:2], g, materialize_grads=True)
+    for name, a, b in zip(("dq", "dk"), got, expected, strict=True):
+        agree(a, b, tolerance, f"{name} of the scaled query")
+
+    whole = ops.adaptive_attention(*leaves, *given, None, *geometry, *numbers(rule), 0.0)
+    assert [x.requires_grad for x in whole] == [True] + 5 * [False]
+    agree(whole[0].detach(), out.detach(), tolerance, "output")
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(whole[0])
+    expected = torch.autograd.grad(out, wide, g.double())
+    for name, a, b in zip(("dq", "dk", "dv"), torch.autograd.grad(whole[0], leaves, g), expected, strict=True):
+        agree(a, b, tolerance, f"{name} of attention")
+
+
+@pytest.mark.parametrize("policy", ["paper", "detached"])
+@pytest.mark.parametrize("kind", ["causal", "boolean"])
+def test_opcheck_with_a_policy_inside(policy: str, kind: str) -> None:
+    pytest.importorskip("triton")
+    leaves, geometry, given = policy_call(kind)
+    rule = numbers(POLICIES[policy])
+    torch.library.opcheck(ops.sharpened_query, (*leaves[:2], *given, *geometry, *rule))
+    torch.library.opcheck(ops.adaptive_attention, (*leaves, *given, None, *geometry, *rule, 0.0))
+
+
+def test_opcheck_of_the_backward_with_a_policy_inside() -> None:
+    pytest.importorskip("triton")
+    leaves, geometry, given = policy_call("lengths")
+    q, k, v = (x.detach() for x in leaves)
+    rule = numbers(sharpmax.PAPER)
+    scaled, top, total, moment, _, beta = ops.sharpened_query(q, k, *given, *geometry, *rule)
+    stats = (q, k, top, total, moment)
+    for saved in ((*given, *stats), (None,) * 7):
+        torch.library.opcheck(ops.sharpened_query_backward, (scaled, beta, *saved, *geometry, *rule[:-1]))
+    results = ops.adaptive_attention(q, k, v, *given, None, *geometry, *rule, 0.0)
+    arguments = (q, k, v, *given, None, *results, torch.ones_like(results[0]), *geometry, *rule, 0.0)
+    torch.library.opcheck(ops.adaptive_attention_backward, arguments)
+
+
+@pytest.mark.parametrize("policy", ["detached", "length", "constant"])
+def test_without_gradient_of_beta_no_kernel_goes_over_the_keys_backward(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from sharpmax.torch import triton
+
+    for name in ("policy_gradient", "beta_gradient"):
+        monkeypatch.setattr(triton, name, lambda *a, **k: pytest.fail("beta has no gradient"))
+    leaves, geometry, given = policy_call("causal")
+    rule = numbers(POLICIES[policy])
+    ops.adaptive_attention(*leaves, *given, None, *geometry, *rule, 0.0)[0].sum().backward()
+    monkeypatch.setattr(triton, "backward", lambda *a, **k: pytest.fail("the statistics have no gradient"))
+    for x in leaves:
+        x.grad = None
+    ops.sharpened_query(*leaves[:2], *given, *geometry, *rule)[0].sum().backward()
+    assert leaves[0].grad is not None
+    assert leaves[1].grad is None
+
+
+@pytest.mark.parametrize("policy", ["paper", "detached"])
+def test_batched_cotangents_with_a_policy_inside(policy: str) -> None:
+    pytest.importorskip("triton")
+    leaves, geometry, given = policy_call("boolean")
+    rule = numbers(POLICIES[policy])
+    for output, inputs in (
+        (ops.sharpened_query(*leaves[:2], *given, *geometry, *rule)[0], leaves[:1]),
+        (ops.adaptive_attention(*leaves, *given, None, *geometry, *rule, 0.0)[0], leaves),
+    ):
+        g = torch.randn(2, *output.shape, device=DEVICE)
+        together = torch.autograd.grad(output, inputs, g, is_grads_batched=True, retain_graph=True)
+        alone = [torch.autograd.grad(output, inputs, one, retain_graph=True) for one in g]
+        for i, all_of_it in enumerate(together):
+            torch.testing.assert_close(all_of_it, torch.stack([part[i] for part in alone]))

@@ -5,7 +5,7 @@ from ..extras import require
 require("torch", "torch", "sharpmax.torch")
 
 from .attention import Attention, row_stats, scaled_dot_product_attention  # noqa: E402
-from .decode import DecodeResult, decode_attention, paged_decode_attention  # noqa: E402
+from .decode import decode_attention, paged_decode_attention  # noqa: E402
 from .learnable import Learnable  # noqa: E402
 from .multihead import MultiheadAttention  # noqa: E402
 from .varlen import varlen_attention  # noqa: E402
@@ -18,6 +18,5 @@ __all__ = [
     "paged_decode_attention",
     "MultiheadAttention",
     "Attention",
-    "DecodeResult",
     "Learnable",
 ]

@@ -18,21 +18,13 @@ from torch import Tensor
 from ..core.policies import PAPER, Policy, lowered, needs_spread
 from ..core.softmax import softmax
 from ..core.stats import RowStats, row_stats
-from .attention import row_betas
+from .attention import Attention, row_betas
 from .checks import Window, check_policy, geometry_of
 from .geometry import Geometry, visible_counts
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 MOST_QUERIES = 16
 IMPLEMENTATIONS = ("auto", "triton", "torch")
-
-
-class DecodeResult(NamedTuple):
-    """What ``return_stats=True`` returns; statistics and beta are ``[B, Hq, Lq]``."""
-
-    output: Tensor
-    stats: RowStats
-    beta: Tensor
 
 
 class _Cache(NamedTuple):
@@ -56,7 +48,7 @@ def decode_attention(
     softcap: float | None = None,
     impl: str = "auto",
     return_stats: bool = False,
-) -> Tensor | DecodeResult:
+) -> Tensor | Attention:
     """Attention of the newest queries to a cache, with the inverse temperature that ``policy`` chooses for each row.
 
     Args:
@@ -72,7 +64,7 @@ def decode_attention(
         counts the keys before it, -1 for all. All if not given.
       softcap: logits are ``softcap * tanh(logits / softcap)``.
       impl: ``"triton"`` (NVIDIA and AMD GPUs), ``"torch"`` (anywhere), or ``"auto"``: the kernels where they serve.
-      return_stats: return a :class:`DecodeResult` in place of the output.
+      return_stats: return a :class:`Attention` in place of the output.
 
     There is no gradient: use ``scaled_dot_product_attention`` to train.
     """
@@ -100,7 +92,7 @@ def paged_decode_attention(
     softcap: float | None = None,
     impl: str = "auto",
     return_stats: bool = False,
-) -> Tensor | DecodeResult:
+) -> Tensor | Attention:
     """:func:`decode_attention` on a paged cache.
 
     Args:
@@ -137,7 +129,7 @@ def _attention(
     softcap: float | None,
     impl: str,
     return_stats: bool,
-) -> Tensor | DecodeResult:
+) -> Tensor | Attention:
     _check_cache(query, cache)
     check_policy(policy)
     if impl not in IMPLEMENTATIONS:
@@ -208,7 +200,7 @@ def _obstacle(query: Tensor, cache: _Cache) -> str | None:
 
 def _triton_attention(
     query: Tensor, cache: _Cache, geometry: Geometry, policy: Policy, return_stats: bool, splits: int = 0
-) -> Tensor | DecodeResult:
+) -> Tensor | Attention:
     """Kernels of our own; the policy within them if it lowers, else between them."""
     from .triton import decode as kernels
 
@@ -220,18 +212,18 @@ def _triton_attention(
         output, fields, beta = kernels.decode(query, key, value, table, lengths, scale, softcap, left, *numbers, splits)
         if not return_stats:
             return output
-        return DecodeResult(output, _row_stats(fields, query, cache, geometry), beta)
+        return Attention(output, _row_stats(fields, query, cache, geometry), beta)
     with_min = needs_spread(policy)
     logits, fields = kernels.decode_stats(query, key, table, lengths, scale, softcap, left, with_min, splits)
     stats = _row_stats(fields, query, cache, geometry)
     beta = row_betas(policy, stats).detach()
     output = kernels.decode_values(logits, stats.max, beta, value, table, lengths, left, splits)
-    return DecodeResult(output, stats, beta) if return_stats else output
+    return Attention(output, stats, beta) if return_stats else output
 
 
 def _torch_attention(
     query: Tensor, cache: _Cache, geometry: Geometry, policy: Policy, return_stats: bool
-) -> Tensor | DecodeResult:
+) -> Tensor | Attention:
     """Plain torch: logits of all keys in memory, which for a few queries is little beside the cache itself."""
     key, value = cache.key, cache.value
     if cache.table is not None:
@@ -255,7 +247,7 @@ def _torch_attention(
     if cache.lengths is not None:
         values = torch.where(positions[:, None] < lengths, values, 0.0)  # what is not valid may be anything, even NaN
     output = (weights @ values).reshape(batch, query_heads, queries, value.shape[3]).to(query.dtype)
-    return DecodeResult(output, stats, beta) if return_stats else output
+    return Attention(output, stats, beta) if return_stats else output
 
 
 def _gathered(pages: Tensor, cache: _Cache) -> Tensor:

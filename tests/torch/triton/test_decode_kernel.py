@@ -13,7 +13,7 @@ from torch import Tensor
 import sharpmax
 from sharpmax.torch.checks import geometry_of
 from sharpmax.torch.decode import (
-    DecodeResult,
+    Attention,
     _Cache,
     _triton_attention,
     decode_attention,
@@ -51,13 +51,13 @@ def run(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-) -> DecodeResult:
+) -> Attention:
     query, key, value = tensors
     cache = _Cache(key, value, None, None if lengths is None else lengths_of(lengths, DEVICE))
     result = _triton_attention(
         query, cache, geometry_of(query, "lower_right", scale, window, softcap), policy, True, splits
     )
-    assert isinstance(result, DecodeResult)
+    assert isinstance(result, Attention)
     return result
 
 
@@ -146,7 +146,7 @@ def test_pages_equal_a_contiguous_cache(page_size: int, dtype: torch.dtype, poli
     result = paged_decode_attention(
         query, keys, values, table, lengths_of(lengths, DEVICE), policy=chosen, impl="triton", return_stats=True
     )
-    assert isinstance(result, DecodeResult)
+    assert isinstance(result, Attention)
     torch.testing.assert_close(result.output, expected.output, atol=TOLERANCES[dtype], rtol=0)
     torch.testing.assert_close(result.beta, expected.beta)
 

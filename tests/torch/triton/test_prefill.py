@@ -15,6 +15,7 @@ from sharpmax.core.policies.base import Lowered
 from sharpmax.core.stats import RowStats
 from sharpmax.torch.geometry import Geometry
 from sharpmax.torch.triton import Tiles, prefill
+from sharpmax.torch.triton import tiles as tiles_module
 from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits, stats
 
 CASES = (
@@ -151,6 +152,10 @@ def test_forward_and_backward(case: Case, dtype: torch.dtype, device: str) -> No
     found = prefill.backward(given.q, given.k, None, None, geometry, **of_stats, **same)
     assert found[2:] == (None, None)
     assert_all_close(found[:2], stats64, tolerance, "of statistics")
+    cotangent = torch.randn(given.q.shape, generator=torch.Generator().manual_seed(1)).to(given.q)
+    found = prefill.backward(given.q, given.k, None, rows, geometry, **of_stats, **same, grad_scaled=cotangent)
+    whole = (stats64[0] + rows.double()[..., None] * cotangent.double(), stats64[1])
+    assert_all_close(found[:2], whole, tolerance, "of statistics and the scaled query")
     alone, delta = prefill.beta_gradient(
         given.q, given.k, given.v, rows, geometry, **of_attention, row_max=got[0], config=tile, **options
     )
@@ -233,6 +238,36 @@ def test_policy_of_the_count(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [DEVICE])
+@pytest.mark.parametrize("of_query", [False, True])
+def test_gradient_of_a_policy(device: str, of_query: bool) -> None:
+    given = inputs(Case("policy", heads=2, key_heads=1, strided=True, lengths=(31,)), torch.float32, device)
+    got = prefill.row_stats(given.q, given.k, given.case.geometry, config=SMALL, **given.options)
+    got[1][0, 0, 3], got[2][0, 0, 3] = 0.0, 0.0  # a row without keys
+    total, moment = (x.double().requires_grad_() for x in got[1:3])
+    cotangent = given.do if of_query else given.d_sum
+    dbeta = (cotangent.double() * given.q.double()).sum(-1) if of_query else cotangent.double()
+    bounded = (POLICY, POLICY._replace(lo=1.5, hi=2.5), Lowered("entropy", (0.3, 1.0)), Lowered("entropy", (2.0,)))
+    for lowered in bounded:
+        beta = lowered(RowStats(got[0], total, moment, None, got[4])) + 0 * (total + moment)
+        expected = list(torch.autograd.grad(beta, (total, moment), dbeta))
+        expected[1][0, 0, 3] = 0.0
+        source = {"q": given.q, "grad_scaled": cotangent} if of_query else {"dbeta": cotangent}
+        found = prefill.policy_gradient(lowered, got[1], got[2], **source)
+        for name, a, b in zip(("sum", "moment"), found, expected, strict=True):
+            assert_close(a, b, 1e-5, name)
+
+
+@pytest.mark.parametrize("kernel", ["stats", "attend", "query", "key"])
+def test_tiles_of_a_bounded_band(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles_module, "_large_memory", lambda _: True)
+    for width in (16, 64, 65, 128, 129, 256):
+        full, banded = (
+            tiles_module.tiles_for(kernel, width, torch.bfloat16, torch.device("cpu"), b) for b in (False, True)
+        )
+        assert (full != banded) == (kernel in ("stats", "attend") and 64 < width <= 128)
+
+
+@pytest.mark.parametrize("device", [DEVICE])
 @pytest.mark.parametrize("sizes", [(0, 2, 5, 7), (1, 2, 0, 7), (1, 2, 5, 0)])
 def test_empty(sizes: tuple[int, int, int, int], device: str) -> None:
     batch, heads, queries, keys = sizes
@@ -262,6 +297,10 @@ def test_refusals() -> None:
         prefill.row_stats(q, torch.randn(1, 3, 5, 16), geometry)
     with pytest.raises(ValueError, match="needs row_max"):
         prefill.backward(q, q, q, beta, geometry, grad_sum=beta, grad_moment=beta)
+    with pytest.raises(ValueError, match="without grad_out"):
+        prefill.backward(q, q, None, None, geometry, row_max=beta, grad_sum=beta, grad_scaled=q)
+    with pytest.raises(ValueError, match="needs dbeta, or q and grad_scaled"):
+        prefill.policy_gradient(POLICY, beta, beta)
     with pytest.raises(ValueError, match="up to 8 coefficients"):
         prefill.row_stats_and_scaled_query(q, q, geometry, Lowered("entropy", (1.0,) * 9))
     with pytest.raises(ValueError, match="both cu_q and cu_k"):

@@ -49,17 +49,46 @@ class Lowered(NamedTuple):
     def __call__(self, stats: RowStats) -> Array:
         """Beta of every row."""
         xp = library_of(stats.sum).xp
-        v = stats.entropy if self.variable == "entropy" else log_count(xp, stats)
-        u = v
-        if self.lo > -math.inf:
-            u = xp.maximum(u, xp.full_like(u, self.lo))
-        if self.hi < math.inf:
-            u = xp.minimum(u, xp.full_like(u, self.hi))
+        v = self._variable(xp, stats)
+        u = self._clipped(xp, v)
         value = xp.full_like(u, self.coefficients[0])
         for coefficient in self.coefficients[1:]:
             value = value * u + coefficient
         value = xp.maximum(value, xp.full_like(value, self.floor))
         return value if self.threshold == -math.inf else xp.where(v > self.threshold, value, 1.0)
+
+    def slope(self, stats: RowStats) -> Array:
+        """The derivative of beta with respect to the variable, of every row.
+
+        It is 0 where a bound, the floor or the threshold decides, and half of the polynomial's exactly at a bound or
+        the floor, as automatic differentiation has it.
+        """
+        xp = library_of(stats.sum).xp
+        v = self._variable(xp, stats)
+        u = self._clipped(xp, v)
+        value, slope = xp.full_like(u, self.coefficients[0]), xp.zeros_like(u)
+        for coefficient in self.coefficients[1:]:
+            value, slope = value * u + coefficient, slope * u + value
+        slope = slope * _step(xp, v, self.lo) * _step(xp, -v, -self.hi) * _step(xp, value, self.floor)
+        return slope if self.threshold == -math.inf else xp.where(v > self.threshold, slope, 0.0)
+
+    @property
+    def constant(self) -> bool:
+        """Whether beta has no gradient, whatever the logits."""
+        return self.variable == "log_count" or len(self.coefficients) == 1
+
+    def _variable(self, xp: Any, stats: RowStats) -> Array:
+        return stats.entropy if self.variable == "entropy" else log_count(xp, stats)
+
+    def _clipped(self, xp: Any, v: Array) -> Array:
+        if self.lo > -math.inf:
+            v = xp.maximum(v, xp.full_like(v, self.lo))
+        return xp.minimum(v, xp.full_like(v, self.hi)) if self.hi < math.inf else v
+
+
+def _step(xp: Any, x: Array, bound: float) -> Array:
+    """1 above ``bound``, 0 below, one half at it."""
+    return (xp.astype(x > bound, x.dtype) + xp.astype(x >= bound, x.dtype)) / 2
 
 
 def log_count(xp: Any, stats: RowStats) -> Array:

@@ -4,7 +4,14 @@ from ...extras import require
 
 require("triton", "triton", "sharpmax.torch.triton")
 
-from .prefill import attend, backward, beta_gradient, row_stats, row_stats_and_scaled_query  # noqa: E402
+from .prefill import (  # noqa: E402
+    attend,
+    backward,
+    beta_gradient,
+    policy_gradient,
+    row_stats,
+    row_stats_and_scaled_query,
+)
 from .tiles import Tiles  # noqa: E402
 
-__all__ = ["row_stats", "row_stats_and_scaled_query", "attend", "backward", "beta_gradient", "Tiles"]
+__all__ = ["row_stats", "row_stats_and_scaled_query", "attend", "backward", "beta_gradient", "policy_gradient", "Tiles"]

@@ -9,6 +9,9 @@ of keys and visits the query heads of its group one after the other, so that not
 
 ``D`` from a rounded output is off by some ``r``, which dbeta would multiply by the mean of ``t``. Where dbeta is asked
 for, ``r = sum w (dp - D)`` is summed beside it and taken out of dbeta and of the ``D`` that is handed on.
+
+Where it is not attention that follows the statistics but ``beta * q`` (SCALED), ``d_out`` is the cotangent of that, and
+dq gets ``beta d_out`` besides.
 """
 
 # pyright: reportArgumentType=false
@@ -115,7 +118,8 @@ def query_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr,
     LOWER_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGES: tl.constexpr, MASK: tl.constexpr,
     CAP: tl.constexpr, BENT: tl.constexpr, DROPOUT: tl.constexpr, ATTEND: tl.constexpr, STATS: tl.constexpr,
-    NEED_BETA: tl.constexpr, NEED_QUERY: tl.constexpr, GIVEN_DELTA: tl.constexpr, TMA: tl.constexpr,
+    NEED_BETA: tl.constexpr, NEED_QUERY: tl.constexpr, GIVEN_DELTA: tl.constexpr, SCALED: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dq, dbeta and ``D`` of one block of query rows."""
     batch, head, first, q_start, k_start, queries, keys, shift = assigned(
@@ -195,7 +199,13 @@ def query_kernel(
     if ATTEND and not GIVEN_DELTA:
         tl.store(delta + at, row_delta + excess, mask=inside)
     if NEED_QUERY:
-        put_tile(dq + start_row * D, d_query * scale, first, queries, ROWS, BLOCK_D, D)
+        d_query *= scale
+        if SCALED:
+            d_out += tl.cast(batch, tl.int64) * stride_gb + tl.cast(head, tl.int64) * stride_gh
+            d_out += tl.cast(q_start, tl.int64) * stride_gl
+            cotangent = tile(d_out, first, queries, stride_gl, stride_gd, ROWS, BLOCK_D, D, True)
+            d_query += tl.load(beta + at, mask=inside, other=0.0)[:, None] * cotangent.to(tl.float32)
+        put_tile(dq + start_row * D, d_query, first, queries, ROWS, BLOCK_D, D)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from ..geometry import ALL, Geometry
 from .attend_kernel import attend_kernel
 from .backward_kernel import key_kernel, query_kernel
 from .blocks import BIAS, BOOLEAN, NONE
-from .stats_kernel import stats_kernel
+from .stats_kernel import policy_gradient_kernel, stats_kernel
 from .tiles import Tiles, tiles_for
 
 LOG2E = math.log2(math.e)
@@ -27,6 +27,10 @@ COEFFICIENTS = 8
 """How many coefficients of a lowered policy the kernel takes."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INFINITY = torch.finfo(torch.float32).max
+QUERY_ONLY = ("out", "NEED_BETA", "GIVEN_DELTA", "SCALED")
+"""What only the first of the backward kernels takes."""
+POLICY_ROWS, POLICY_WARPS = 32, 4
+"""Rows and warps of a program that takes the gradient of a policy."""
 
 
 def row_stats(
@@ -96,7 +100,7 @@ def attend(
     """
     del max_q
     shared = _shared(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
-    tiles = config or tiles_for("attend", max(q.shape[-1], v.shape[-1]), q.dtype, q.device)
+    tiles = config or tiles_for("attend", max(q.shape[-1], v.shape[-1]), q.dtype, q.device, geometry.banded)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     _launch(
@@ -142,6 +146,7 @@ def backward(
     seed: int = 0,
     need_beta: bool = False,
     delta: Tensor | None = None,
+    grad_scaled: Tensor | None = None,
     config: tuple[Tiles | None, Tiles | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv and dbeta (float32).
@@ -149,12 +154,13 @@ def backward(
     With ``grad_out`` the gradient of :func:`attend` (which needs ``v``, ``beta``, ``out`` and ``lse``), with
     ``grad_sum`` and ``grad_moment`` that of :func:`row_stats` (which needs ``row_max``), with all of them the sum of
     both in one pass. ``need_beta`` asks for dbeta, and needs ``row_max`` too. ``delta`` is what :func:`beta_gradient`
-    gave, if it ran before.
+    gave, if it ran before. ``grad_scaled``, the cotangent of ``beta * q``, goes with the statistics alone and adds
+    ``beta * grad_scaled`` to dq; what it is to ``grad_sum`` and ``grad_moment``, :func:`policy_gradient` gives.
     """
     del max_q
     shared = _shared(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
     gradients = _gradients(
-        q, v, beta, out, lse, grad_out, row_max, grad_sum, grad_moment, delta, need_beta, dropout_p, seed
+        q, v, beta, out, lse, grad_out, row_max, grad_sum, grad_moment, delta, need_beta, dropout_p, seed, grad_scaled
     )
     dq = q.new_empty(q.shape)
     dbeta = q.new_empty(q.shape[:-1], dtype=torch.float32) if need_beta else None
@@ -162,8 +168,8 @@ def backward(
     dk = k.new_empty(k.shape)
     dv = v.new_empty(v.shape) if v is not None and grad_out is not None else None
     width = max(q.shape[-1], gradients["DV"])
-    tiles = config[1] or tiles_for("key", width, q.dtype, q.device)
-    passed = {name: value for name, value in gradients.items() if name not in ("out", "NEED_BETA", "GIVEN_DELTA")}
+    tiles = config[1] or tiles_for("key", width, q.dtype, q.device, geometry.banded)
+    passed = {name: value for name, value in gradients.items() if name not in QUERY_ONLY}
     uneven = shared["k_len"] % tiles.keys != 0 or shared["q_len"] % tiles.rows != 0
     _launch(
         key_kernel,
@@ -213,11 +219,57 @@ def beta_gradient(
     return dbeta, gradients["delta"]
 
 
+def policy_gradient(
+    lowered: Lowered,
+    row_sum: Tensor,
+    row_moment: Tensor,
+    *,
+    dbeta: Tensor | None = None,
+    q: Tensor | None = None,
+    grad_scaled: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The cotangents of sum and moment of a policy of the entropy, from that of beta, or of ``beta * q`` and ``q``."""
+    of_query = dbeta is None
+    if of_query and (q is None or grad_scaled is None):
+        raise ValueError("the gradient of a policy needs dbeta, or q and grad_scaled")
+    row_sum, row_moment = row_sum.contiguous(), row_moment.contiguous()
+    grad_sum, grad_moment = torch.empty_like(row_sum), torch.empty_like(row_moment)
+    batch, heads, q_len = row_sum.shape
+    first = row_sum[..., None] if q is None else q
+    second = first if grad_scaled is None else grad_scaled
+    numbers = _policy_arguments(lowered)
+    programs = batch * heads * triton.cdiv(q_len, POLICY_ROWS)
+    if programs:
+        kernel: Any = policy_gradient_kernel
+        _check_device(kernel, row_sum)
+        with torch.cuda.device_of(row_sum):
+            kernel[(programs,)](
+                dbeta=row_sum if dbeta is None else dbeta.contiguous(),
+                q=first,
+                d_scaled=second,
+                row_sum=row_sum,
+                row_moment=row_moment,
+                grad_sum=grad_sum,
+                grad_moment=grad_moment,
+                **_strides("q", first, "bhld"),
+                **_strides("g", second, "bhld"),
+                heads=heads,
+                q_len=q_len,
+                **{name: value for name, value in numbers.items() if name not in ("POLICY", "LOG_COUNT")},
+                D=first.shape[-1],
+                BLOCK_D=_padded(first.shape[-1]),
+                ROWS=POLICY_ROWS,
+                OF_QUERY=of_query,
+                num_warps=POLICY_WARPS,
+            )
+    return grad_sum, grad_moment
+
+
 def _stats(
     q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, lowered: Lowered | None, scaled: bool,
     config: Tiles | None,
 ) -> Any:  # fmt: skip
-    tiles = config or tiles_for("stats", q.shape[-1], q.dtype, q.device)
+    tiles = config or tiles_for("stats", q.shape[-1], q.dtype, q.device, shared["LEFT"] or shared["RIGHT"])
     highest, total, moment = (q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3))
     count = torch.empty(q.shape[:-1], dtype=torch.int32, device=q.device)
     lowest = torch.empty_like(total) if with_min else None
@@ -247,7 +299,7 @@ def _stats(
 def _gradients(
     q: Tensor, v: Tensor | None, beta: Tensor | None, out: Tensor | None, lse: Tensor | None, grad_out: Tensor | None,
     row_max: Tensor | None, grad_sum: Tensor | None, grad_moment: Tensor | None, delta: Tensor | None, need_beta: bool,
-    dropout_p: float, seed: int,
+    dropout_p: float, seed: int, grad_scaled: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments that both backward kernels take; a tensor that is not needed is stood in for by ``q``."""
     attends, counts = grad_out is not None, grad_sum is not None or grad_moment is not None
@@ -257,13 +309,15 @@ def _gradients(
         raise ValueError("the gradient of beta needs grad_out")
     if (counts or need_beta) and row_max is None:
         raise ValueError("the gradient of the statistics or of beta needs row_max")
+    if grad_scaled is not None and (attends or beta is None):
+        raise ValueError("the gradient of beta * q needs beta, and comes without grad_out")
     if not attends and not counts:
         raise ValueError("expected grad_out, or grad_sum and grad_moment, got none of them")
     if counts:
         zero = torch.zeros(q.shape[:-1], dtype=torch.float32, device=q.device) if None in (grad_sum, grad_moment) else q
         grad_sum, grad_moment = (zero if g is None else g for g in (grad_sum, grad_moment))
     if grad_out is None or v is None:
-        grad_out = v = q
+        grad_out, v = q if grad_scaled is None else grad_scaled, q
     given_delta = delta is not None
     if delta is None:
         delta = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -289,6 +343,7 @@ def _gradients(
         "STATS": counts,
         "NEED_BETA": need_beta,
         "GIVEN_DELTA": given_delta,
+        "SCALED": grad_scaled is not None,
     }  # fmt: skip
 
 
@@ -296,7 +351,9 @@ def _query_gradient(
     q: Tensor, shared: dict[str, Any], gradients: dict[str, Any], dq: Tensor | None, dbeta: Tensor | None,
     config: Tiles | None,
 ) -> None:  # fmt: skip
-    tiles = config or tiles_for("query", max(q.shape[-1], gradients["DV"]), q.dtype, q.device)
+    tiles = config or tiles_for(
+        "query", max(q.shape[-1], gradients["DV"]), q.dtype, q.device, shared["LEFT"] or shared["RIGHT"]
+    )
     _launch(
         query_kernel,
         _blocks(shared, tiles.rows, by_key=False),
@@ -315,8 +372,7 @@ def _query_gradient(
 def _launch(kernel: Any, programs: int, tiles: Tiles, shared: dict[str, Any], like: Tensor, **arguments: Any) -> None:
     if programs == 0:
         return
-    if not like.is_cuda and isinstance(kernel, triton.JITFunction):
-        raise ValueError(f"the Triton kernels need tensors on a GPU, got {like.device}; use impl='streaming' there")
+    _check_device(kernel, like)
     passed = {name: value for name, value in shared.items() if name != "SCALE"} | arguments
     streamed = [passed[name] for name in ("q", "k", "v", "d_out") if name in passed]
     known = hasattr(triton.language, "make_tensor_descriptor")  # from triton 3.4 on
@@ -332,6 +388,11 @@ def _launch(kernel: Any, programs: int, tiles: Tiles, shared: dict[str, Any], li
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
+
+
+def _check_device(kernel: Any, like: Tensor) -> None:
+    if not like.is_cuda and isinstance(kernel, triton.JITFunction):
+        raise ValueError(f"the Triton kernels need tensors on a GPU, got {like.device}; use impl='streaming' there")
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""Row statistics, and beta and ``beta * q`` of a lowered policy, in one pass over the keys."""
+"""Row statistics, and beta and ``beta * q`` of a lowered policy, in one pass over the keys; the policy's gradient."""
 
 # pyright: reportArgumentType=false
 
@@ -191,3 +191,69 @@ def stats_kernel(
             again = tile(q, first, queries, stride_ql, stride_qd, ROWS, BLOCK_D, D, True).to(tl.float32)
             out_q += ((tl.cast(batch, tl.int64) * heads + head) * q_len + q_start) * D
             put_tile(out_q, again * beta[:, None], first, queries, ROWS, BLOCK_D, D)
+
+
+@triton.jit
+def _above(x, bound):
+    """1 above ``bound``, 0 below, one half at it."""
+    return tl.where(x > bound, 1.0, tl.where(x == bound, 0.5, 0.0))
+
+
+@triton.jit
+def _slope(variable, c0, c1, c2, c3, c4, c5, c6, c7, low, high, threshold, floor):
+    """The derivative of :func:`_lowered`, as :meth:`sharpmax.core.policies.Lowered.slope` has it."""
+    u = tl.minimum(tl.maximum(variable, low), high)
+    slope = c0
+    value = c0 * u + c1
+    slope = slope * u + value
+    value = value * u + c2
+    slope = slope * u + value
+    value = value * u + c3
+    slope = slope * u + value
+    value = value * u + c4
+    slope = slope * u + value
+    value = value * u + c5
+    slope = slope * u + value
+    value = value * u + c6
+    slope = slope * u + value
+    value = value * u + c7
+    slope = slope * _above(variable, low) * _above(-variable, -high) * _above(value, floor)
+    return tl.where(variable > threshold, slope, 0.0)
+
+
+@triton.jit
+def policy_gradient_kernel(
+    dbeta, q, d_scaled, row_sum, row_moment, grad_sum, grad_moment,
+    stride_qb, stride_qh, stride_ql, stride_qd, stride_gb, stride_gh, stride_gl, stride_gd, heads, q_len,
+    c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, OF_QUERY: tl.constexpr,
+):  # fmt: skip
+    """The cotangents of sum and moment of one block of rows, from that of beta, or (OF_QUERY) that of ``beta * q``.
+
+    With ``H = log L - A / L``: ``dH/dL = 1 / L + A / L^2`` and ``dH/dA = -1 / L``.
+    """
+    blocks = tl.cdiv(q_len, ROWS)
+    sequence = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * ROWS
+    rows = first + tl.arange(0, ROWS)
+    inside = rows < q_len
+    at = tl.cast(sequence, tl.int64) * q_len + rows
+    if OF_QUERY:
+        batch = tl.cast(sequence // heads, tl.int64)
+        head = tl.cast(sequence % heads, tl.int64)
+        q += batch * stride_qb + head * stride_qh
+        query = tile(q, first, q_len, stride_ql, stride_qd, ROWS, BLOCK_D, D, True)
+        d_scaled += batch * stride_gb + head * stride_gh
+        cotangent = tile(d_scaled, first, q_len, stride_gl, stride_gd, ROWS, BLOCK_D, D, True)
+        d_beta = tl.sum(query.to(tl.float32) * cotangent.to(tl.float32), 1)
+    else:
+        d_beta = tl.load(dbeta + at, mask=inside, other=0.0)
+    total = tl.load(row_sum + at, mask=inside, other=0.0)
+    filled = tl.where(total == 0.0, 1.0, total)
+    mean = tl.load(row_moment + at, mask=inside, other=0.0) / filled
+    slope = _slope(
+        tl.log(filled) - mean, c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor
+    )  # fmt: skip
+    d_entropy = tl.where(total == 0.0, 0.0, d_beta * slope / filled)
+    tl.store(grad_sum + at, d_entropy * (1.0 + mean), mask=inside)
+    tl.store(grad_moment + at, -d_entropy, mask=inside)

@@ -27,8 +27,13 @@ class Tiles(NamedTuple):
 LARGE: dict[Kernel, dict[int, Tiles]] = {
     "stats": {64: Tiles(128, 128, 8, 3, True), 128: Tiles(128, 64, 8, 4, True), 256: Tiles(128, 64, 8, 2, True)},
     "attend": {64: Tiles(128, 64, 4, 3, True), 128: Tiles(128, 64, 8, 3, True), 256: Tiles(128, 32, 8, 2, True)},
-    "query": {64: Tiles(128, 64, 8, 3, True), 128: Tiles(128, 64, 8, 2, True), 256: Tiles(64, 32, 8, 2, True)},
-    "key": {64: Tiles(64, 128, 8, 2, True), 128: Tiles(32, 128, 8, 3, True), 256: Tiles(32, 64, 8, 1)},
+    "query": {64: Tiles(128, 64, 8, 3, True), 128: Tiles(64, 64, 4, 2, True), 256: Tiles(64, 32, 8, 2, True)},
+    "key": {64: Tiles(64, 128, 8, 2, True), 128: Tiles(32, 64, 4, 3, True), 256: Tiles(32, 64, 8, 1)},
+}
+# In place of LARGE where the band is bounded: smaller tiles waste less at its edge.
+LARGE_BANDED: dict[tuple[Kernel, int], Tiles] = {
+    ("stats", 128): Tiles(64, 128, 4, 3, True),
+    ("attend", 128): Tiles(64, 64, 4, 3, True),
 }
 # The same for less shared memory (Ampere, Ada, AMD).
 SMALL: dict[Kernel, dict[int, Tiles]] = {
@@ -53,7 +58,12 @@ def _large_memory(device: torch.device) -> bool:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 200_000
 
 
-def tiles_for(kernel: Kernel, width: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """The tiles of a kernel for heads of ``width`` columns (the wider of query and value)."""
+def tiles_for(kernel: Kernel, width: int, dtype: torch.dtype, device: torch.device, banded: bool = False) -> Tiles:
+    """The tiles of a kernel for heads of ``width`` columns (the wider of query and value).
+
+    ``banded`` says whether queries see a bounded band of keys: causality, or a window.
+    """
     table = FLOAT32 if dtype == torch.float32 else LARGE if _large_memory(device) else SMALL
-    return next(tiles for limit, tiles in table[kernel].items() if width <= limit)
+    limit = next(limit for limit in table[kernel] if width <= limit)
+    tiles = table[kernel][limit]
+    return LARGE_BANDED.get((kernel, limit), tiles) if banded and table is LARGE else tiles
