@@ -58,6 +58,53 @@ def training_speed() -> str:
     return markdown(["", "the paper's listing", "sharpmax, one head", "ten heads together"], lines)
 
 
+def attention_speed() -> str:
+    """Milliseconds on a GPU, as multiples of cuDNN's, forward and forward with backward."""
+    found = load("benchmarks/results/attention_cuda.json")["results"]
+    head, lines = [""], []
+    for case in found:
+        for what in ("forward", "forward+backward"):
+            head.append(f"{'causal' if case['causal'] else 'full'}, {what}")
+    rows = {
+        "cudnn": "torch, cuDNN",
+        "flash": "torch, FlashAttention 2",
+        "stock": "`stock`",
+        "stock detached": "`stock`, policy detached",
+        "triton": "`triton`",
+        "figure 4": "Figure 4, literal",
+    }
+    for name, label in rows.items():
+        kind, _, detached = name.rpartition(" ") if name.endswith("detached") else (name, "", "")
+        cells = [label]
+        for case in found:
+            for what in ("forward", "forward+backward"):
+                key = f"{kind} {what}" + (", detached" if detached and what != "forward" else "")
+                time = case["times"][key]
+                cells.append(f"{time['ms']:.2f} ms ({time['ratio_to_cudnn']:.2f}x)")
+        lines.append(cells)
+    return markdown(head, lines)
+
+
+def attention_errors() -> str:
+    """Errors against float64 as multiples of the peer's, which is stock attention on what it is given."""
+    (case,) = load("benchmarks/results/attention_cuda.json")["accuracy"]
+    names = ("output", "dq", "dk", "dv")
+    rows = {"stock": "`stock`", "triton": "`triton`", "figure 4": "Figure 4, literal"}
+    ratios = case["ratios_to_peer"]
+    return markdown(["", *names], [[label, *(f"{ratios[path][n]:.2f}" for n in names)] for path, label in rows.items()])
+
+
+def decode_speed() -> str:
+    """Milliseconds of one decoding step against the best stock one."""
+    lines = []
+    for case in load("benchmarks/results/decode_cuda.json")["results"]:
+        times = case["milliseconds"]
+        best = times[case["best_stock"]]
+        cells = [f"{times[name]:.4f} ({times[name] / best:.2f}x)" for name in ("sharpmax", "sharpmax paged")]
+        lines.append([f"{case['batch']}", f"{case['length']:,}", f"{best:.4f} ({case['best_stock']})", *cells])
+    return markdown(["batch", "keys", "best stock, ms", "sharpmax, ms", "paged, ms"], lines)
+
+
 SHORT = {
     "softmax": "softmax",
     "adaptive": "adaptive (`PAPER`)",
@@ -89,4 +136,5 @@ TABLES = {
         study_table("combined", (16384, 131072), {"softmax": "softmax", "const4": "beta = 4"}),
         training_speed(),
     ],
+    "docs/attention.md": [attention_speed(), attention_errors(), decode_speed()],
 }

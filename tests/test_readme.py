@@ -14,10 +14,11 @@ from tests.doc_tables import TABLES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [code for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)]
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.strip().splitlines()[0])
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
 def test_the_python_examples_run_as_written(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
