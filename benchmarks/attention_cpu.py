@@ -3,8 +3,8 @@
     python -m benchmarks.attention_cpu [--lengths 4096 16384] [--rounds 3] [--threads N]
 
 One head, float32. Logits are scaled so that the paper's polynomial acts; the share of rows with beta > 1.3 is recorded.
-The functions run in turn, round after round, and ratios are those of their median times. Figure 4 holds all logits and is
-left out above --figure4-up-to.
+The functions run in turn, round after round, and ratios are those of their median times. Figure 4 holds all logits and
+is left out above --figure4-up-to.
 """
 
 from __future__ import annotations

@@ -85,6 +85,17 @@ def attention_speed() -> str:
     return markdown(head, lines)
 
 
+def attention_on_a_cpu() -> str:
+    """Times on a CPU as multiples of torch's own attention."""
+    lines = []
+    for case in load("benchmarks/results/attention_cpu.json")["results"]:
+        ratios = case["ratio_to_torch"]
+        cells = [f"{ratios[name]:.2f}x" if name in ratios else "-" for name in ("sharpmax", "detached", "figure4")]
+        kind = "causal" if case["causal"] else "full"
+        lines.append([f"{case['length']:,}, {kind}, {case['direction']}", *cells])
+    return markdown(["", "sharpmax", "policy detached", "Figure 4, literal"], lines)
+
+
 def attention_errors() -> str:
     """Errors against float64 as multiples of the peer's, which is stock attention on what it is given."""
     (case,) = load("benchmarks/results/attention_cuda.json")["accuracy"]
@@ -136,5 +147,5 @@ TABLES = {
         study_table("combined", (16384, 131072), {"softmax": "softmax", "const4": "beta = 4"}),
         training_speed(),
     ],
-    "docs/attention.md": [attention_speed(), attention_errors(), decode_speed()],
+    "docs/attention.md": [attention_speed(), attention_errors(), decode_speed(), attention_on_a_cpu()],
 }
