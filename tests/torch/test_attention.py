@@ -17,7 +17,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends as current_backends
 from torch.nn.functional import scaled_dot_product_attention as stock
 
 import sharpmax
-from sharpmax.torch import Attention, Learnable, blocks, ops, row_stats, scaled_dot_product_attention
+from sharpmax.torch import Attention, Learnable, blocks, fused, row_stats, scaled_dot_product_attention
 from sharpmax.torch import attention as module
 from sharpmax.torch.checks import checked
 from tests.torch import oracle
@@ -411,8 +411,8 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, "_triton_refusal", lambda *_: "")
     called: list[str] = []
     for name in ("sharpened_query", "adaptive_attention"):
-        real = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *a, name=name, real=real: (called.append(name), real(*a))[1])
+        real = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *a, name=name, real=real: (called.append(name), real(*a))[1])
     return called
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import sharpmax
 from sharpmax.core.policies import Detached, Lowered, lowered
-from sharpmax.torch import ops, reference
+from sharpmax.torch import fused, ops, reference
 from sharpmax.torch.geometry import Geometry
 
 GEOMETRIES = {
@@ -184,7 +184,7 @@ DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 def numbers(policy: Any) -> Any:
     form = lowered(policy)
     assert isinstance(form, Lowered)
-    return ops.policy_numbers(form, isinstance(policy, Detached))
+    return fused.policy_numbers(form, isinstance(policy, Detached))
 
 
 def policy_call(kind: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Geometry, Any]:
@@ -224,7 +224,7 @@ def test_operators_with_a_policy_inside_match_the_reference(policy: str, kind: s
     scaled = q * beta[..., None]
     out = reference.attend(q, k, v, beta, geometry, mask=given[0], key_lengths=given[1])
 
-    found = ops.sharpened_query(*leaves[:2], *given, *geometry, *numbers(rule))
+    found = fused.sharpened_query(*leaves[:2], *given, *geometry, *numbers(rule))
     assert found[0].dtype == dtype
     assert [x.requires_grad for x in found] == [True] + 5 * [False]
     agree(found[0].detach(), scaled.detach(), tolerance, "scaled query")
@@ -235,7 +235,7 @@ def test_operators_with_a_policy_inside_match_the_reference(policy: str, kind: s
     for name, a, b in zip(("dq", "dk"), got, expected, strict=True):
         agree(a, b, tolerance, f"{name} of the scaled query")
 
-    whole = ops.adaptive_attention(*leaves, *given, None, *geometry, *numbers(rule), 0.0)
+    whole = fused.adaptive_attention(*leaves, *given, None, *geometry, *numbers(rule), 0.0)
     assert [x.requires_grad for x in whole] == [True] + 5 * [False]
     agree(whole[0].detach(), out.detach(), tolerance, "output")
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(whole[0])
@@ -250,8 +250,8 @@ def test_opcheck_with_a_policy_inside(policy: str, kind: str) -> None:
     pytest.importorskip("triton")
     leaves, geometry, given = policy_call(kind)
     rule = numbers(POLICIES[policy])
-    torch.library.opcheck(ops.sharpened_query, (*leaves[:2], *given, *geometry, *rule))
-    torch.library.opcheck(ops.adaptive_attention, (*leaves, *given, None, *geometry, *rule, 0.0))
+    torch.library.opcheck(fused.sharpened_query, (*leaves[:2], *given, *geometry, *rule))
+    torch.library.opcheck(fused.adaptive_attention, (*leaves, *given, None, *geometry, *rule, 0.0))
 
 
 def test_opcheck_of_the_backward_with_a_policy_inside() -> None:
@@ -259,13 +259,13 @@ def test_opcheck_of_the_backward_with_a_policy_inside() -> None:
     leaves, geometry, given = policy_call("lengths")
     q, k, v = (x.detach() for x in leaves)
     rule = numbers(sharpmax.PAPER)
-    scaled, top, total, moment, _, beta = ops.sharpened_query(q, k, *given, *geometry, *rule)
+    scaled, top, total, moment, _, beta = fused.sharpened_query(q, k, *given, *geometry, *rule)
     stats = (q, k, top, total, moment)
     for saved in ((*given, *stats), (None,) * 7):
-        torch.library.opcheck(ops.sharpened_query_backward, (scaled, beta, *saved, *geometry, *rule[:-1]))
-    results = ops.adaptive_attention(q, k, v, *given, None, *geometry, *rule, 0.0)
+        torch.library.opcheck(fused.sharpened_query_backward, (scaled, beta, *saved, *geometry, *rule[:-1]))
+    results = fused.adaptive_attention(q, k, v, *given, None, *geometry, *rule, 0.0)
     arguments = (q, k, v, *given, None, *results, torch.ones_like(results[0]), *geometry, *rule, 0.0)
-    torch.library.opcheck(ops.adaptive_attention_backward, arguments)
+    torch.library.opcheck(fused.adaptive_attention_backward, arguments)
 
 
 @pytest.mark.parametrize("policy", ["detached", "length", "constant"])
@@ -279,11 +279,11 @@ def test_without_gradient_of_beta_no_kernel_goes_over_the_keys_backward(
         monkeypatch.setattr(triton, name, lambda *a, **k: pytest.fail("beta has no gradient"))
     leaves, geometry, given = policy_call("causal")
     rule = numbers(POLICIES[policy])
-    ops.adaptive_attention(*leaves, *given, None, *geometry, *rule, 0.0)[0].sum().backward()
+    fused.adaptive_attention(*leaves, *given, None, *geometry, *rule, 0.0)[0].sum().backward()
     monkeypatch.setattr(triton, "backward", lambda *a, **k: pytest.fail("the statistics have no gradient"))
     for x in leaves:
         x.grad = None
-    ops.sharpened_query(*leaves[:2], *given, *geometry, *rule)[0].sum().backward()
+    fused.sharpened_query(*leaves[:2], *given, *geometry, *rule)[0].sum().backward()
     assert leaves[0].grad is not None
     assert leaves[1].grad is None
 
@@ -294,8 +294,8 @@ def test_batched_cotangents_with_a_policy_inside(policy: str) -> None:
     leaves, geometry, given = policy_call("boolean")
     rule = numbers(POLICIES[policy])
     for output, inputs in (
-        (ops.sharpened_query(*leaves[:2], *given, *geometry, *rule)[0], leaves[:1]),
-        (ops.adaptive_attention(*leaves, *given, None, *geometry, *rule, 0.0)[0], leaves),
+        (fused.sharpened_query(*leaves[:2], *given, *geometry, *rule)[0], leaves[:1]),
+        (fused.adaptive_attention(*leaves, *given, None, *geometry, *rule, 0.0)[0], leaves),
     ):
         g = torch.randn(2, *output.shape, device=DEVICE)
         together = torch.autograd.grad(output, inputs, g, is_grads_batched=True, retain_graph=True)

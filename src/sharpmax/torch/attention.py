@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..core.policies import PAPER, Detached, Hard, PerHead, Policy, lowered, needs_spread
 from ..core.stats import RowStats
-from . import ops, reference
+from . import fused, ops, reference
 from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked
 from .geometry import ALL
 
@@ -276,10 +276,10 @@ def _with_policy_inside(inputs: Inputs, policy: Policy, impl: str, dropout_p: fl
     numbers = lowered(policy)
     assert v is not None
     assert numbers is not None
-    given = (*geometry, *ops.policy_numbers(numbers, isinstance(policy, Detached)))
+    given = (*geometry, *fused.policy_numbers(numbers, isinstance(policy, Detached)))
     if impl == "stock":
-        return _stock(inputs, ops.sharpened_query(q, k, mask, key_lengths, *given)[0], dropout_p)
-    return ops.adaptive_attention(q, k, v, mask, key_lengths, _seed(dropout_p), *given, float(dropout_p))[0]
+        return _stock(inputs, fused.sharpened_query(q, k, mask, key_lengths, *given)[0], dropout_p)
+    return fused.adaptive_attention(q, k, v, mask, key_lengths, _seed(dropout_p), *given, float(dropout_p))[0]
 
 
 def _seed(dropout_p: float) -> Tensor | None:

@@ -9,7 +9,6 @@ values once, whatever the policy; ``impl="torch"`` is plain torch, for any devic
 
 from __future__ import annotations
 
-import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -18,11 +17,10 @@ from torch import Tensor
 from ..core.policies import PAPER, Policy, lowered, needs_spread
 from ..core.softmax import softmax
 from ..core.stats import RowStats, row_stats
-from .attention import Attention, row_betas
+from .attention import HAS_TRITON, Attention, row_betas
 from .checks import Window, check_policy, geometry_of
 from .geometry import Geometry, visible_counts
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 MOST_QUERIES = 16
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 

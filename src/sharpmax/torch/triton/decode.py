@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...core.policies import Lowered
 from . import decode_kernel
+from .policy import COEFFICIENTS
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD = 256
-MOST_COEFFICIENTS = 8
 MOST_SPLITS = 128
 TILE_BYTES = 16384
 PADDING = 128
@@ -125,7 +125,7 @@ def power_of_2(n: int, least: int = 16) -> int:
 
 def policy_numbers(policy: Lowered) -> tuple[bool, list[float]] | None:
     """Whether the variable is the entropy, and ``lo, hi, threshold, floor`` and 8 coefficients; ``None`` for more."""
-    missing = MOST_COEFFICIENTS - len(policy.coefficients)
+    missing = COEFFICIENTS - len(policy.coefficients)
     if missing < 0:
         return None
     bounds = (min(max(bound, -UNBOUNDED), UNBOUNDED) for bound in (policy.lo, policy.hi, policy.threshold))
@@ -269,7 +269,7 @@ def _values(
         *_strides(value, table), 0 if table is None else table.stride(0),
         layout.padded, 0 if parts is None else parts.stride(0), beta.numel(),
         layout.heads, layout.capacity, layout.splits, left,
-        *(numbers or [0.0] * (MOST_COEFFICIENTS + 4)),
+        *(numbers or [0.0] * (COEFFICIENTS + 4)),
         ROWS=layout.rows, QUERIES=layout.queries, DIM=dim, PAGE_SIZE=layout.page_size,
         LOWERED=numbers is not None, ENTROPY=entropy,
         BLOCK_M=layout.block_m, BLOCK_N=layout.block_n, BLOCK_D=block_d,

@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .policy import lowered_beta
+
 MASKED = tl.constexpr(-1e30)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -134,20 +136,6 @@ def logits_kernel(
         tl.store(parts + 3 * stride_part, tl.min(low, axis=1), mask=rows < ROWS)
 
 
-@triton.jit
-def lowered_beta(v, lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0):
-    """A lowered policy: ``max(polynomial(clip(v, lo, hi)), floor)`` where ``v > threshold``, else 1."""
-    u = tl.minimum(tl.maximum(v, lo), hi)
-    value = c7 * u + c6
-    value = value * u + c5
-    value = value * u + c4
-    value = value * u + c3
-    value = value * u + c2
-    value = value * u + c1
-    value = value * u + c0
-    return tl.where(v > threshold, tl.maximum(value, floor), 1.0)
-
-
 @triton.jit(do_not_specialize=["stride_part", "stride_stats", "capacity", "splits", "left"])
 def values_kernel(
     logits, value, table, lengths, parts, stats, betas, output, sums,
@@ -185,7 +173,7 @@ def values_kernel(
         v = tl.log(filled) - moment / filled
         if not ENTROPY:
             v = tl.log(tl.maximum(newest + 1 - oldest, 1).to(tl.float32))
-        beta = lowered_beta(v, lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0)
+        beta = lowered_beta(v, c7, c6, c5, c4, c3, c2, c1, c0, lo, hi, threshold, floor)
         writes = rows < tl.where(split == 0, ROWS, 0)
         tl.store(stats + at, tl.where(total > 0, top, -float("inf")), mask=writes)
         tl.store(stats + stride_stats + at, total, mask=writes)

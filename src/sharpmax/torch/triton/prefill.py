@@ -7,7 +7,6 @@ queries x keys, keys and values of grouped heads are not repeated, and tensors m
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,18 +14,23 @@ import triton
 from torch import Tensor
 
 from ...core.policies.base import Lowered
-from ..geometry import ALL, Geometry
+from ..geometry import Geometry
 from .attend_kernel import attend_kernel
 from .backward_kernel import key_kernel, query_kernel
-from .blocks import BIAS, BOOLEAN, NONE
+from .launch import (
+    check_device,
+    has_edges,
+    launch,
+    padded,
+    policy_arguments,
+    programs_of,
+    row_numbers,
+    shared_arguments,
+    strides,
+)
 from .stats_kernel import policy_gradient_kernel, stats_kernel
 from .tiles import Tiles, tiles_for
 
-LOG2E = math.log2(math.e)
-COEFFICIENTS = 8
-"""How many coefficients of a lowered policy the kernel takes."""
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INFINITY = torch.finfo(torch.float32).max
 QUERY_ONLY = ("out", "NEED_BETA", "GIVEN_DELTA", "SCALED")
 """What only the first of the backward kernels takes."""
 POLICY_ROWS, POLICY_WARPS = 32, 4
@@ -42,16 +46,11 @@ def row_stats(
     key_lengths: Tensor | None = None,
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
-    max_q: int | None = None,
     with_min: bool = False,
     config: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Maximum, sum, moment, minimum (``None`` unless asked for) and count of every row, ``[B, H, Lq]``.
-
-    ``max_q``, the length of the longest document, is taken for the sake of one signature; no kernel needs it.
-    """
-    del max_q
-    shared = _shared(q, k, None, geometry, mask, key_lengths, cu_q, cu_k)
+    """Maximum, sum, moment, minimum (``None`` unless asked for) and count of every row, ``[B, H, Lq]``."""
+    shared = shared_arguments(q, k, None, geometry, mask, key_lengths, cu_q, cu_k)
     return _stats(q, k, shared, with_min, None, False, config)[0]
 
 
@@ -65,14 +64,12 @@ def row_stats_and_scaled_query(
     key_lengths: Tensor | None = None,
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
-    max_q: int | None = None,
     with_min: bool = False,
     scaled_query: bool = True,
     config: Tiles | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor, Tensor | None]:
     """The statistics, beta of a lowered policy (float32), and ``beta * q`` in the type of ``q``, from one kernel."""
-    del max_q
-    shared = _shared(q, k, None, geometry, mask, key_lengths, cu_q, cu_k)
+    shared = shared_arguments(q, k, None, geometry, mask, key_lengths, cu_q, cu_k)
     stats, beta, scaled = _stats(q, k, shared, with_min, lowered, scaled_query, config)
     assert beta is not None
     return stats, beta, scaled
@@ -89,7 +86,6 @@ def attend(
     key_lengths: Tensor | None = None,
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
-    max_q: int | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     config: Tiles | None = None,
@@ -98,28 +94,27 @@ def attend(
 
     ``beta`` is ``[B, H, Lq]``, finite and not negative.
     """
-    del max_q
-    shared = _shared(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
+    shared = shared_arguments(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
     tiles = config or tiles_for("attend", max(q.shape[-1], v.shape[-1]), q.dtype, q.device, geometry.banded)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    _launch(
+    launch(
         attend_kernel,
-        _blocks(shared, tiles.rows, by_key=False),
+        programs_of(shared, tiles.rows, by_key=False),
         tiles,
         shared,
         q,
         v=v,
-        **_strides("v", v, "bhld"),
-        beta=_rows(beta, q),
+        **strides("v", v, "bhld"),
+        beta=row_numbers(beta, q),
         out=out,
         lse=lse,
         dropout_p=float(dropout_p),
         seed=seed,
         DV=v.shape[-1],
-        BLOCK_DV=_padded(v.shape[-1]),
+        BLOCK_DV=padded(v.shape[-1]),
         DROPOUT=dropout_p > 0,
-        EDGES=shared["k_len"] % tiles.keys != 0 or _edged(shared),
+        EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
     )
     return out, lse
 
@@ -141,7 +136,6 @@ def backward(
     key_lengths: Tensor | None = None,
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
-    max_q: int | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     need_beta: bool = False,
@@ -157,8 +151,7 @@ def backward(
     gave, if it ran before. ``grad_scaled``, the cotangent of ``beta * q``, goes with the statistics alone and adds
     ``beta * grad_scaled`` to dq; what it is to ``grad_sum`` and ``grad_moment``, :func:`policy_gradient` gives.
     """
-    del max_q
-    shared = _shared(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
+    shared = shared_arguments(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
     gradients = _gradients(
         q, v, beta, out, lse, grad_out, row_max, grad_sum, grad_moment, delta, need_beta, dropout_p, seed, grad_scaled
     )
@@ -171,9 +164,9 @@ def backward(
     tiles = config[1] or tiles_for("key", width, q.dtype, q.device, geometry.banded)
     passed = {name: value for name, value in gradients.items() if name not in QUERY_ONLY}
     uneven = shared["k_len"] % tiles.keys != 0 or shared["q_len"] % tiles.rows != 0
-    _launch(
+    launch(
         key_kernel,
-        _blocks(shared, tiles.keys, by_key=True),
+        programs_of(shared, tiles.keys, by_key=True),
         tiles,
         shared,
         q,
@@ -181,7 +174,7 @@ def backward(
         dk=dk,
         dv=dk if dv is None else dv,
         scale=geometry.scale,
-        EDGES=uneven or _edged(shared),
+        EDGES=uneven or has_edges(shared),
     )
     return dq, dk, dv, dbeta
 
@@ -201,7 +194,6 @@ def beta_gradient(
     key_lengths: Tensor | None = None,
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
-    max_q: int | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     config: Tiles | None = None,
@@ -211,8 +203,7 @@ def beta_gradient(
     What the policy makes of dbeta is the cotangent of the statistics, after which :func:`backward` does all the rest
     at once: nine products in place of the eleven of two backward passes one after the other.
     """
-    del max_q
-    shared = _shared(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
+    shared = shared_arguments(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
     gradients = _gradients(q, v, beta, out, lse, grad_out, row_max, None, None, None, True, dropout_p, seed)
     dbeta = q.new_empty(q.shape[:-1], dtype=torch.float32)
     _query_gradient(q, shared, gradients, None, dbeta, config)
@@ -237,11 +228,11 @@ def policy_gradient(
     batch, heads, q_len = row_sum.shape
     first = row_sum[..., None] if q is None else q
     second = first if grad_scaled is None else grad_scaled
-    numbers = _policy_arguments(lowered)
+    numbers = policy_arguments(lowered)
     programs = batch * heads * triton.cdiv(q_len, POLICY_ROWS)
     if programs:
         kernel: Any = policy_gradient_kernel
-        _check_device(kernel, row_sum)
+        check_device(kernel, row_sum)
         with torch.cuda.device_of(row_sum):
             kernel[(programs,)](
                 dbeta=row_sum if dbeta is None else dbeta.contiguous(),
@@ -251,13 +242,13 @@ def policy_gradient(
                 row_moment=row_moment,
                 grad_sum=grad_sum,
                 grad_moment=grad_moment,
-                **_strides("q", first, "bhld"),
-                **_strides("g", second, "bhld"),
+                **strides("q", first, "bhld"),
+                **strides("g", second, "bhld"),
                 heads=heads,
                 q_len=q_len,
                 **{name: value for name, value in numbers.items() if name not in ("POLICY", "LOG_COUNT")},
                 D=first.shape[-1],
-                BLOCK_D=_padded(first.shape[-1]),
+                BLOCK_D=padded(first.shape[-1]),
                 ROWS=POLICY_ROWS,
                 OF_QUERY=of_query,
                 num_warps=POLICY_WARPS,
@@ -275,9 +266,9 @@ def _stats(
     lowest = torch.empty_like(total) if with_min else None
     beta = torch.empty_like(total) if lowered is not None else None
     query = q.new_empty(q.shape) if lowered is not None and scaled else None
-    _launch(
+    launch(
         stats_kernel,
-        _blocks(shared, tiles.rows, by_key=False),
+        programs_of(shared, tiles.rows, by_key=False),
         tiles,
         shared,
         q,
@@ -288,10 +279,10 @@ def _stats(
         out_count=count,
         out_beta=total if beta is None else beta,
         out_q=q if query is None else query,
-        **_policy_arguments(lowered),
+        **policy_arguments(lowered),
         WITH_MIN=with_min,
         SCALED_QUERY=query is not None,
-        EDGES=shared["k_len"] % tiles.keys != 0 or _edged(shared),
+        EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
     )
     return (highest, total, moment, lowest, count), beta, query
 
@@ -326,18 +317,18 @@ def _gradients(
         "d_out": grad_out,
         "out": q if out is None else out.contiguous(),
         **{
-            name: q if values is None else _rows(values, q)
+            name: q if values is None else row_numbers(values, q)
             for name, values in {
                 "beta": beta, "lse": lse, "row_max": row_max, "grad_sum": grad_sum, "grad_moment": grad_moment,
             }.items()
         },
-        "delta": _rows(delta, q),
-        **_strides("v", v, "bhld"),
-        **_strides("g", grad_out, "bhld"),
+        "delta": row_numbers(delta, q),
+        **strides("v", v, "bhld"),
+        **strides("g", grad_out, "bhld"),
         "dropout_p": float(dropout_p),
         "seed": seed,
         "DV": v.shape[-1],
-        "BLOCK_DV": _padded(v.shape[-1]),
+        "BLOCK_DV": padded(v.shape[-1]),
         "DROPOUT": dropout_p > 0,
         "ATTEND": attends,
         "STATS": counts,
@@ -354,9 +345,9 @@ def _query_gradient(
     tiles = config or tiles_for(
         "query", max(q.shape[-1], gradients["DV"]), q.dtype, q.device, shared["LEFT"] or shared["RIGHT"]
     )
-    _launch(
+    launch(
         query_kernel,
-        _blocks(shared, tiles.rows, by_key=False),
+        programs_of(shared, tiles.rows, by_key=False),
         tiles,
         shared,
         q,
@@ -365,172 +356,5 @@ def _query_gradient(
         dbeta=gradients["delta"] if dbeta is None else dbeta,
         scale=shared["SCALE"],
         NEED_QUERY=dq is not None,
-        EDGES=shared["k_len"] % tiles.keys != 0 or _edged(shared),
+        EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
     )
-
-
-def _launch(kernel: Any, programs: int, tiles: Tiles, shared: dict[str, Any], like: Tensor, **arguments: Any) -> None:
-    if programs == 0:
-        return
-    _check_device(kernel, like)
-    passed = {name: value for name, value in shared.items() if name != "SCALE"} | arguments
-    streamed = [passed[name] for name in ("q", "k", "v", "d_out") if name in passed]
-    known = hasattr(triton.language, "make_tensor_descriptor")  # from triton 3.4 on
-    descriptors = tiles.descriptors and known and all(_aligned(x) for x in streamed)
-    if descriptors and like.is_cuda:
-        triton.set_allocator(_scratch)
-    with torch.cuda.device_of(like):
-        kernel[(programs,)](
-            **passed,
-            ROWS=tiles.rows,
-            KEYS=tiles.keys,
-            TMA=descriptors,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-
-
-def _check_device(kernel: Any, like: Tensor) -> None:
-    if not like.is_cuda and isinstance(kernel, triton.JITFunction):
-        raise ValueError(f"the Triton kernels need tensors on a GPU, got {like.device}; use impl='streaming' there")
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Any:
-    """Where a kernel keeps its descriptors."""
-    del alignment, stream  # torch aligns to 512 bytes, on the current stream
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether rows are contiguous and begin at multiples of 16 bytes, as a descriptor wants them."""
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-    )
-
-
-def _shared(
-    q: Tensor, k: Tensor, v: Tensor | None, geometry: Geometry, mask: Tensor | None, key_lengths: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments that every kernel takes, from checked tensors."""
-    _check(q, k, v, mask, key_lengths, cu_q, cu_k)
-    batch, heads, q_len, width = q.shape
-    kind = NONE if mask is None else BOOLEAN if mask.dtype == torch.bool else BIAS
-    limit, full = -INFINITY / 2, q.new_empty(()) if mask is None else mask
-    full = full.expand(batch, heads, q_len, k.shape[2])
-    if mask is not None:
-        if kind == BIAS:
-            limit = max(limit, torch.finfo(mask.dtype).min / 2)
-        else:
-            mask = mask.view(torch.uint8)
-    documents = 0 if cu_q is None else cu_q.shape[0] - 1
-    bent = geometry.softcap > 0 or kind == BIAS or geometry.scale < 0
-    scale2 = geometry.scale * LOG2E
-    return {
-        "q": q,
-        "k": k,
-        "mask": q if mask is None else mask,
-        "cu_q": q if cu_q is None else cu_q.to(torch.int32).contiguous(),
-        "cu_k": q if cu_k is None else cu_k.to(torch.int32).contiguous(),
-        "key_lengths": q if key_lengths is None else key_lengths.to(torch.int32).contiguous(),
-        **_strides("q", q, "bhld"),
-        **_strides("k", k, "bhld"),
-        **_strides("m", full, "bhqk"),
-        "heads": heads,
-        "group": heads // max(k.shape[1], 1),
-        "q_len": q_len,
-        "k_len": k.shape[2],
-        "documents": documents,
-        "steps": documents.bit_length() + 1,
-        "left": geometry.left,
-        "right": geometry.right,
-        "limit": limit,
-        "unit": 1.0 if bent else scale2,
-        "scale2": 2 * scale2 / geometry.softcap if geometry.softcap > 0 else scale2,
-        "cap2": geometry.softcap * LOG2E,
-        "SCALE": geometry.scale,
-        "D": width,
-        "BLOCK_D": _padded(width),
-        "PACKED": cu_q is not None,
-        "LENGTHS": key_lengths is not None,
-        "LOWER_RIGHT": geometry.lower_right,
-        "LEFT": geometry.left != ALL,
-        "RIGHT": geometry.right != ALL,
-        "MASK": kind,
-        "CAP": geometry.softcap > 0,
-        "BENT": bent,
-    }
-
-
-def _edged(shared: dict[str, Any]) -> bool:
-    """Whether some blocks hold logits that do not count, whatever their size."""
-    return bool(shared["PACKED"] or shared["LENGTHS"] or shared["LEFT"] or shared["RIGHT"] or shared["MASK"])
-
-
-def _blocks(shared: dict[str, Any], block: int, *, by_key: bool) -> int:
-    """How many programs there are: one for each block of each head."""
-    length = shared["k_len"] if by_key else shared["q_len"]
-    heads = shared["heads"] // shared["group"] if by_key else shared["heads"]
-    if shared["PACKED"]:
-        return (triton.cdiv(length, block) + shared["documents"]) * heads if shared["documents"] else 0
-    return triton.cdiv(length, block) * heads * shared["q"].shape[0]
-
-
-def _strides(name: str, x: Tensor, axes: str) -> dict[str, int]:
-    return {f"stride_{name}{axis}": stride for axis, stride in zip(axes, x.stride(), strict=True)}
-
-
-def _rows(values: Tensor, q: Tensor) -> Tensor:
-    """One float32 number for each row, contiguous."""
-    return values.to(torch.float32).expand(q.shape[:-1]).contiguous()
-
-
-def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
-
-
-def _policy_arguments(lowered: Lowered | None) -> dict[str, Any]:
-    """A lowered policy as arguments of the kernel; missing powers have coefficient 0, missing bounds are huge."""
-    plain = lowered or Lowered("entropy", (1.0,))
-    if len(plain.coefficients) > COEFFICIENTS:
-        got = len(plain.coefficients)
-        raise ValueError(f"the Triton kernel evaluates polynomials of up to {COEFFICIENTS} coefficients, got {got}")
-    padded = (0.0,) * (COEFFICIENTS - len(plain.coefficients)) + plain.coefficients
-    bounds = {
-        "policy_low": plain.lo, "policy_high": plain.hi, "threshold": plain.threshold, "floor": plain.floor,
-    }  # fmt: skip
-    return {
-        **{f"c{i}": float(c) for i, c in enumerate(padded)},
-        **{name: min(max(float(value), -INFINITY), INFINITY) for name, value in bounds.items()},
-        "POLICY": lowered is not None,
-        "LOG_COUNT": plain.variable == "log_count",
-    }
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor | None, key_lengths: Tensor | None, cu_q: Tensor | None,
-    cu_k: Tensor | None,
-) -> None:  # fmt: skip
-    tensors = [q, k] if v is None else [q, k, v]
-    if any(x.dtype != q.dtype for x in tensors) or q.dtype not in DTYPES:
-        got = ", ".join(str(x.dtype).removeprefix("torch.") for x in tensors)
-        raise TypeError(
-            f"the Triton kernels take float16, bfloat16 or float32, the same for query, key and value, got {got}; "
-            "impl='reference' and impl='streaming' take float64"
-        )
-    if any(x.ndim != 4 for x in tensors):
-        raise ValueError(f"expected [batch, heads, length, columns], got {[tuple(x.shape) for x in tensors]}")
-    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"query {tuple(q.shape)} and key {tuple(k.shape)} do not fit together")
-    if v is not None and v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"key {tuple(k.shape)} and value {tuple(v.shape)} do not fit together")
-    if any(not 1 <= x.shape[-1] <= 256 for x in tensors):
-        raise ValueError(f"the Triton kernels take heads of up to 256 columns, got {[x.shape[-1] for x in tensors]}")
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        raise ValueError("the Triton kernels give no gradient of the mask; use impl='reference' or impl='streaming'")
-    if (cu_q is None) != (cu_k is None):
-        raise ValueError("expected both cu_q and cu_k, or neither")
-    if cu_q is not None and (mask is not None or key_lengths is not None or q.shape[0] != 1):
-        raise ValueError("packed documents come as one batch element, without a mask and without key lengths")

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .blocks import LN2, NOTHING, assigned, edge_block, edge_blocks, key_range, logits, matrix, put_tile, seen, tile
+from .policy import lowered_beta, lowered_slope
 
 
 @triton.jit
@@ -26,20 +27,6 @@ def _fold(raw, visible, unit, highest, total, moment, MASKED: tl.constexpr):
     moment = fade * (moment + step * total) + tl.sum(power * exponent, 1)
     total = fade * total + tl.sum(power, 1)
     return new, total, moment
-
-
-@triton.jit
-def _lowered(variable, c0, c1, c2, c3, c4, c5, c6, c7, low, high, threshold, floor):
-    """Beta of every row: the formula of :class:`sharpmax.core.policies.Lowered`."""
-    u = tl.minimum(tl.maximum(variable, low), high)
-    value = c0 * u + c1
-    value = value * u + c2
-    value = value * u + c3
-    value = value * u + c4
-    value = value * u + c5
-    value = value * u + c6
-    value = value * u + c7
-    return tl.where(variable > threshold, tl.maximum(value, floor), 1.0)
 
 
 @triton.jit
@@ -185,40 +172,12 @@ def stats_kernel(
         else:
             filled = tl.where(total == 0.0, 1.0, total)
             variable = tl.log(filled) - moment / filled
-        beta = _lowered(variable, c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor)
+        beta = lowered_beta(variable, c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor)
         tl.store(out_beta + at, beta, mask=inside)
         if SCALED_QUERY:
             again = tile(q, first, queries, stride_ql, stride_qd, ROWS, BLOCK_D, D, True).to(tl.float32)
             out_q += ((tl.cast(batch, tl.int64) * heads + head) * q_len + q_start) * D
             put_tile(out_q, again * beta[:, None], first, queries, ROWS, BLOCK_D, D)
-
-
-@triton.jit
-def _above(x, bound):
-    """1 above ``bound``, 0 below, one half at it."""
-    return tl.where(x > bound, 1.0, tl.where(x == bound, 0.5, 0.0))
-
-
-@triton.jit
-def _slope(variable, c0, c1, c2, c3, c4, c5, c6, c7, low, high, threshold, floor):
-    """The derivative of :func:`_lowered`, as :meth:`sharpmax.core.policies.Lowered.slope` has it."""
-    u = tl.minimum(tl.maximum(variable, low), high)
-    slope = c0
-    value = c0 * u + c1
-    slope = slope * u + value
-    value = value * u + c2
-    slope = slope * u + value
-    value = value * u + c3
-    slope = slope * u + value
-    value = value * u + c4
-    slope = slope * u + value
-    value = value * u + c5
-    slope = slope * u + value
-    value = value * u + c6
-    slope = slope * u + value
-    value = value * u + c7
-    slope = slope * _above(variable, low) * _above(-variable, -high) * _above(value, floor)
-    return tl.where(variable > threshold, slope, 0.0)
 
 
 @triton.jit
@@ -251,7 +210,7 @@ def policy_gradient_kernel(
     total = tl.load(row_sum + at, mask=inside, other=0.0)
     filled = tl.where(total == 0.0, 1.0, total)
     mean = tl.load(row_moment + at, mask=inside, other=0.0) / filled
-    slope = _slope(
+    slope = lowered_slope(
         tl.log(filled) - mean, c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor
     )  # fmt: skip
     d_entropy = tl.where(total == 0.0, 0.0, d_beta * slope / filled)

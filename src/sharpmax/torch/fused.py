@@ -1,0 +1,258 @@
+"""Operators with a lowered policy inside, on the Triton kernels: nothing between statistics and beta is left to torch.
+
+``sharpmax::sharpened_query`` gives ``beta * q`` for torch's own attention, ``sharpmax::adaptive_attention`` the whole
+of attention; each has its backward operator. Any other policy goes through the operators of :mod:`~sharpmax.torch.ops`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.policies.base import Lowered
+from .geometry import Geometry
+from .ops import empty_output, empty_stats, folded, full_precision, kernels, nothing
+
+
+def policy_numbers(lowered: Lowered, detached: bool) -> tuple[list[float], float, float, float, float, bool, bool]:
+    """A lowered policy as these operators take it; ``detached`` says that beta has no gradient."""
+    variable, coefficients, lo, hi, threshold, floor = lowered
+    return list(coefficients), lo, hi, threshold, floor, variable == "log_count", detached
+
+
+def _lowered(
+    coefficients: list[float], lo: float, hi: float, threshold: float, floor: float, log_count: bool
+) -> Lowered:
+    return Lowered("log_count" if log_count else "entropy", tuple(coefficients), lo, hi, threshold, floor)
+
+
+@torch.library.custom_op("sharpmax::sharpened_query", mutates_args=())
+def sharpened_query(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+    lower_right: bool,
+    coefficients: list[float],
+    lo: float,
+    hi: float,
+    threshold: float,
+    floor: float,
+    log_count: bool,
+    detached: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``beta * q`` in the type of ``q``, then maximum, sum, moment, count and beta of every row.
+
+    Gradient flows through ``beta * q`` only.
+    """
+    geometry = Geometry(scale, softcap, left, right, lower_right)
+    lowered = _lowered(coefficients, lo, hi, threshold, floor, log_count)
+    with full_precision(q):
+        (top, total, moment, _, count), beta, scaled = kernels().row_stats_and_scaled_query(
+            q, k, geometry, lowered, mask=mask, key_lengths=key_lengths
+        )
+    return scaled, top, total, moment, count, beta
+
+
+@sharpened_query.register_fake
+def _sharpened_query_fake(
+    q: Tensor, k: Tensor, mask: Tensor | None, key_lengths: Tensor | None, scale: float, softcap: float, left: int,
+    right: int, lower_right: bool, coefficients: list[float], lo: float, hi: float, threshold: float, floor: float,
+    log_count: bool, detached: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    top, total, moment, _, count = empty_stats(q, False)
+    return q.new_empty(q.shape), top, total, moment, count, torch.empty_like(total)
+
+
+@torch.library.custom_op("sharpmax::sharpened_query_backward", mutates_args=())
+def sharpened_query_backward(
+    grad_scaled: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    row_max: Tensor | None,
+    row_sum: Tensor | None,
+    row_moment: Tensor | None,
+    scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+    lower_right: bool,
+    coefficients: list[float],
+    lo: float,
+    hi: float,
+    threshold: float,
+    floor: float,
+    log_count: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of query and key; without ``q``, ``k`` and their statistics, those of a beta that is a constant."""
+    with full_precision(grad_scaled):
+        if q is None or k is None or row_sum is None or row_moment is None:
+            dq = grad_scaled.new_empty(grad_scaled.shape)
+            return torch.mul(grad_scaled, beta[..., None], out=dq), nothing(dq)
+        grad_sum, grad_moment = kernels().policy_gradient(
+            _lowered(coefficients, lo, hi, threshold, floor, log_count), row_sum, row_moment, q=q,
+            grad_scaled=grad_scaled,
+        )  # fmt: skip
+        dq, dk, _, _ = kernels().backward(
+            q, k, None, beta, Geometry(scale, softcap, left, right, lower_right), row_max=row_max, grad_sum=grad_sum,
+            grad_moment=grad_moment, grad_scaled=grad_scaled, mask=mask, key_lengths=key_lengths,
+        )  # fmt: skip
+    return dq, dk
+
+
+@sharpened_query_backward.register_fake
+def _sharpened_query_backward_fake(
+    grad_scaled: Tensor, beta: Tensor, mask: Tensor | None, key_lengths: Tensor | None, q: Tensor | None,
+    k: Tensor | None, row_max: Tensor | None, row_sum: Tensor | None, row_moment: Tensor | None, scale: float,
+    softcap: float, left: int, right: int, lower_right: bool, coefficients: list[float], lo: float, hi: float,
+    threshold: float, floor: float, log_count: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return grad_scaled.new_empty(grad_scaled.shape), nothing(grad_scaled) if k is None else k.new_empty(k.shape)
+
+
+def _keep_sharpened(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, mask, key_lengths, *ctx.numbers, ctx.detached = inputs
+    _, top, total, moment, count, beta = output
+    ctx.constant = ctx.detached or _lowered(*ctx.numbers[5:]).constant
+    ctx.save_for_backward(beta, *((None,) * 7 if ctx.constant else (mask, key_lengths, q, k, top, total, moment)))
+    ctx.mark_non_differentiable(top, total, moment, count, beta)
+
+
+def _sharpened_gradients(ctx: Any, grad_scaled: Tensor, *_: Any) -> Any:
+    dq, dk = sharpened_query_backward(grad_scaled, *ctx.saved_tensors, *ctx.numbers)
+    return dq, None if ctx.constant else dk, *(None,) * 14
+
+
+sharpened_query.register_autograd(_sharpened_gradients, setup_context=_keep_sharpened)
+
+
+@torch.library.custom_op("sharpmax::adaptive_attention", mutates_args=())
+def adaptive_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+    lower_right: bool,
+    coefficients: list[float],
+    lo: float,
+    hi: float,
+    threshold: float,
+    floor: float,
+    log_count: bool,
+    detached: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``softmax(beta * z) v``, then ``logsumexp(beta * z)``, maximum, sum, moment and beta of every row.
+
+    Gradient flows through the output only.
+    """
+    geometry = Geometry(scale, softcap, left, right, lower_right)
+    lowered = _lowered(coefficients, lo, hi, threshold, floor, log_count)
+    masks: dict[str, Any] = {"mask": mask, "key_lengths": key_lengths}
+    with full_precision(q):
+        (top, total, moment, _, _), beta, _ = kernels().row_stats_and_scaled_query(
+            q, k, geometry, lowered, scaled_query=False, **masks
+        )
+        out, lse = kernels().attend(
+            q, k, v, beta, geometry, dropout_p=dropout_p, seed=0 if seed is None else int(seed), **masks
+        )
+    return out, lse, top, total, moment, beta
+
+
+@adaptive_attention.register_fake
+def _adaptive_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None,
+    scale: float, softcap: float, left: int, right: int, lower_right: bool, coefficients: list[float], lo: float,
+    hi: float, threshold: float, floor: float, log_count: bool, detached: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    top, total, moment, _, _ = empty_stats(q, False)
+    return *empty_output(q, v), top, total, moment, torch.empty_like(total)
+
+
+@torch.library.custom_op("sharpmax::adaptive_attention_backward", mutates_args=())
+def adaptive_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    row_moment: Tensor,
+    beta: Tensor,
+    grad_out: Tensor,
+    scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+    lower_right: bool,
+    coefficients: list[float],
+    lo: float,
+    hi: float,
+    threshold: float,
+    floor: float,
+    log_count: bool,
+    detached: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value: first that of beta, where it has one, then all the rest at once."""
+    geometry = Geometry(scale, softcap, left, right, lower_right)
+    lowered = _lowered(coefficients, lo, hi, threshold, floor, log_count)
+    given: dict[str, Any] = {
+        "out": out, "lse": lse, "grad_out": grad_out, "row_max": row_max, "mask": mask, "key_lengths": key_lengths,
+        "dropout_p": dropout_p, "seed": 0 if seed is None else int(seed),
+    }  # fmt: skip
+    with full_precision(q):
+        if not (detached or lowered.constant):
+            dbeta, delta = kernels().beta_gradient(q, k, v, beta, geometry, **given)
+            grad_sum, grad_moment = kernels().policy_gradient(lowered, row_sum, row_moment, dbeta=dbeta)
+            given |= {"grad_sum": grad_sum, "grad_moment": grad_moment, "delta": delta}
+        dq, dk, dv, _ = kernels().backward(q, k, v, beta, geometry, **given)
+    return dq, dk, dv
+
+
+@adaptive_attention_backward.register_fake
+def _adaptive_attention_backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None,
+    out: Tensor, lse: Tensor, row_max: Tensor, row_sum: Tensor, row_moment: Tensor, beta: Tensor, grad_out: Tensor,
+    scale: float, softcap: float, left: int, right: int, lower_right: bool, coefficients: list[float], lo: float,
+    hi: float, threshold: float, floor: float, log_count: bool, detached: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep_adaptive(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.numbers = inputs[6:]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _adaptive_gradients(ctx: Any, grad_out: Tensor, *_: Any) -> Any:
+    return *adaptive_attention_backward(*ctx.saved_tensors, grad_out, *ctx.numbers), *(None,) * 16
+
+
+adaptive_attention.register_autograd(_adaptive_gradients, setup_context=_keep_adaptive)
+
+
+sharpened_query.register_vmap(folded(sharpened_query, 4, 2, ()))
+sharpened_query_backward.register_vmap(folded(sharpened_query_backward, 9, 2, ()))
+adaptive_attention.register_vmap(folded(adaptive_attention, 6, 3, (5,)))
+adaptive_attention_backward.register_vmap(folded(adaptive_attention_backward, 13, 3, (5,)))

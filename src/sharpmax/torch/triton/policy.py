@@ -1,0 +1,49 @@
+"""A lowered policy inside a kernel: beta of a row, and its derivative. Coefficients run from the highest power down."""
+
+import triton
+import triton.language as tl
+
+COEFFICIENTS = 8
+"""How many coefficients the kernels take."""
+
+
+@triton.jit
+def lowered_beta(variable, c0, c1, c2, c3, c4, c5, c6, c7, low, high, threshold, floor):
+    """Beta of every row: the formula of :class:`sharpmax.core.policies.Lowered`."""
+    u = tl.minimum(tl.maximum(variable, low), high)
+    value = c0 * u + c1
+    value = value * u + c2
+    value = value * u + c3
+    value = value * u + c4
+    value = value * u + c5
+    value = value * u + c6
+    value = value * u + c7
+    return tl.where(variable > threshold, tl.maximum(value, floor), 1.0)
+
+
+@triton.jit
+def _above(x, bound):
+    """1 above ``bound``, 0 below, one half at it."""
+    return tl.where(x > bound, 1.0, tl.where(x == bound, 0.5, 0.0))
+
+
+@triton.jit
+def lowered_slope(variable, c0, c1, c2, c3, c4, c5, c6, c7, low, high, threshold, floor):
+    """The derivative of :func:`lowered_beta`, as :meth:`sharpmax.core.policies.Lowered.slope` has it."""
+    u = tl.minimum(tl.maximum(variable, low), high)
+    slope = c0
+    value = c0 * u + c1
+    slope = slope * u + value
+    value = value * u + c2
+    slope = slope * u + value
+    value = value * u + c3
+    slope = slope * u + value
+    value = value * u + c4
+    slope = slope * u + value
+    value = value * u + c5
+    slope = slope * u + value
+    value = value * u + c6
+    slope = slope * u + value
+    value = value * u + c7
+    slope = slope * _above(variable, low) * _above(-variable, -high) * _above(value, floor)
+    return tl.where(variable > threshold, slope, 0.0)
