@@ -12,11 +12,15 @@ Our kernels are timed alone too. Inputs are scaled so that the paper's policy ac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,8 +151,17 @@ def kernels(x: Inputs) -> dict[str, Forward]:
         "kernel backward of attend": lambda: prefill.backward(q, k, v, beta, x.geometry, **given, need_beta=True),
         "kernel backward of stats": lambda: prefill.backward(q, k, None, None, x.geometry, row_max=stats[0], **moved),
         "kernel backward of both": lambda: prefill.backward(q, k, v, beta, x.geometry, **given, **moved, delta=ones),
-        "kernel gradient of the policy": lambda: prefill.policy_gradient(
-            POLICY, stats[1], stats[2], q=q, grad_scaled=x.do
+        "kernel backward of scaled query": lambda: prefill.backward(
+            q,
+            k,
+            None,
+            beta,
+            x.geometry,
+            row_max=stats[0],
+            row_sum=stats[1],
+            row_moment=stats[2],
+            lowered=POLICY,
+            grad_scaled=x.do,
         ),
         "kernel gradient of beta": lambda: prefill.beta_gradient(q, k, v, beta, x.geometry, **given),
     }
@@ -292,56 +305,66 @@ def accuracy(causal: bool, dtype: torch.dtype) -> dict[str, Any]:
     return result
 
 
-CANDIDATES: dict[str, tuple[Tiles, ...]] = {
-    "stats": (
-        Tiles(128, 64, 8, 4), Tiles(128, 64, 8, 4, True), Tiles(128, 64, 4, 3, True), Tiles(128, 128, 8, 2, True),
-        Tiles(128, 128, 8, 3, True), Tiles(64, 128, 4, 2, True), Tiles(64, 128, 4, 3, True),
-    ),
-    "attend": (
-        Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3, True), Tiles(128, 64, 8, 2, True), Tiles(128, 128, 8, 2, True),
-        Tiles(128, 64, 4, 3, True), Tiles(64, 128, 4, 2, True), Tiles(64, 64, 4, 3, True),
-    ),
-    "query": (
-        Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2, True), Tiles(128, 64, 8, 3, True), Tiles(64, 64, 4, 2, True),
-        Tiles(64, 64, 4, 3, True), Tiles(128, 32, 8, 3, True),
-    ),
-    "key": (
-        Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2, True), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 3, True),
-        Tiles(64, 64, 4, 2, True), Tiles(64, 64, 8, 2, True), Tiles(32, 64, 4, 3, True),
-    ),
-}  # fmt: skip
+def candidates(kernel: str, width: int) -> list[Tiles]:
+    """Sizes of tiles worth trying: for the backward pass of keys, ``rows`` is what is walked over."""
+    if kernel in ("stats", "attend", "beta"):
+        sizes = [(128, 64, 8), (128, 64, 4), (128, 128, 8), (64, 128, 4), (64, 64, 4)]
+    elif kernel in ("query", "stats query"):
+        sizes = [(128, 64, 8), (128, 64, 4), (64, 64, 4), (128, 32, 8), (128, 128, 8), (64, 128, 4)]
+    else:
+        sizes = [(64, 128, 8), (64, 64, 4), (32, 64, 4), (32, 128, 8), (128, 128, 8), (64, 128, 4), (128, 64, 4)]
+    stages = (2, 3, 4) if kernel == "stats" or width < 128 else (2, 3)
+    wide = [size for size in sizes if width <= 128 or size[0] * size[1] <= 64 * 128]
+    return [Tiles(*size, n, True) for size in wide for n in ((1, 2) if width > 128 else stages)]
 
 
-def sweep(width: int, causal: bool, quick: bool) -> list[dict[str, Any]]:
-    """The time of every kernel at every size of tile."""
-    x = made((4, 16, 4096, width), causal, deviation_for(4096), torch.bfloat16)
+SWEPT = ("stats", "attend", "beta", "query", "key", "stats query", "stats key")
+Candidate = tuple[str, int, bool, Tiles]
+
+
+def sweep_runs(width: int, causal: bool, shape: tuple[int, int, int]) -> dict[str, Callable[[Tiles], Any]]:
+    """Every kernel as a function of its tiles, the backward ones beside their fellow with its usual tiles."""
+    x = made((*shape, width), causal, deviation_for(4096), torch.bfloat16)
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
     stats, beta, _ = statistics(x, scaled_query=True)
     out, lse = prefill.attend(q, k, v, beta, x.geometry)
-    given: dict[str, Any] = {
-        "out": out,
-        "lse": lse,
-        "grad_out": x.do,
-        "row_max": stats[0],
-        "grad_sum": beta,
-        "grad_moment": beta,
-        "delta": beta,
-    }
-    runs: dict[str, Callable[[Tiles], Any]] = {
+    grads: dict[str, Any] = {"row_max": stats[0], "grad_sum": beta, "grad_moment": beta}
+    given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": x.do, "row_max": stats[0]}
+    both = given | grads | {"delta": beta}
+    scaled: dict[str, Any] = {
+        "row_max": stats[0], "row_sum": stats[1], "row_moment": stats[2], "lowered": POLICY, "grad_scaled": x.do,
+    }  # fmt: skip
+    return {
         "stats": lambda t: statistics(x, scaled_query=True, config=t),
         "attend": lambda t: prefill.attend(q, k, v, beta, x.geometry, config=t),
-        "query": lambda t: prefill.backward(q, k, v, beta, x.geometry, **given, config=(t, None)),
-        "key": lambda t: prefill.backward(q, k, v, beta, x.geometry, **given, config=(None, t)),
+        "beta": lambda t: prefill.beta_gradient(q, k, v, beta, x.geometry, **given, config=t),
+        "query": lambda t: prefill.backward(q, k, v, beta, x.geometry, **both, config=(t, None)),
+        "key": lambda t: prefill.backward(q, k, v, beta, x.geometry, **both, config=(None, t)),
+        "stats query": lambda t: prefill.backward(q, k, None, beta, x.geometry, **scaled, config=(t, None)),
+        "stats key": lambda t: prefill.backward(q, k, None, beta, x.geometry, **scaled, config=(None, t)),
     }
-    found = []
-    for kernel, run in runs.items():
-        for tiles in CANDIDATES[kernel]:
-            try:
-                time = round(milliseconds(lambda run=run, tiles=tiles: run(tiles), quick), 4)
-            except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
-                time = str(error).splitlines()[0][:120]
-            found.append({"kernel": kernel, "width": width, "causal": causal, "tiles": list(tiles), "ms": time})
-            print(f"  {kernel:7} {width} {'causal' if causal else 'full'} {tuple(tiles)} {time}", flush=True)
+
+
+def compiled(candidate: Candidate) -> None:
+    """Fill Triton's cache on disk; what does not fit the card is found out when it is timed."""
+    kernel, width, causal, tiles = candidate
+    with contextlib.suppress(triton.runtime.errors.OutOfResources, RuntimeError):
+        sweep_runs(width, causal, (1, 16, 512))[kernel](tiles)
+
+
+def sweep(modes: list[tuple[int, bool]]) -> list[dict[str, Any]]:
+    """The time of every kernel at every size of tile; compiled side by side, timed one by one."""
+    every = [(kernel, *mode, tiles) for mode in modes for kernel in SWEPT for tiles in candidates(kernel, mode[0])]
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compiled, every))
+    found, runs = [], {mode: sweep_runs(*mode, (4, 16, 4096)) for mode in modes}
+    for kernel, width, causal, tiles in every:
+        try:
+            time: Any = round(milliseconds(lambda: runs[width, causal][kernel](tiles), True), 4)  # noqa: B023
+        except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
+            time = str(error).splitlines()[0][:120]
+        found.append({"kernel": kernel, "width": width, "causal": causal, "tiles": list(tiles), "ms": time})
+        print(f"  {kernel:11} {width} {'causal' if causal else 'full'} {tuple(tiles)} {time}", flush=True)
     return found
 
 
@@ -357,8 +380,8 @@ def main() -> None:
         raise SystemExit("benchmarks.attention needs a GPU")
     content: dict[str, Any] = {"dtype": "bfloat16", "policy": sharpmax.PAPER.to_dict()}
     if arguments.sweep:
-        modes = ((128, True),) if quick else itertools.product((128, 64), (True, False))
-        content["sweep"] = [row for width, causal in modes for row in sweep(width, causal, quick)]
+        widths = (128,) if quick else (128, 64, 256)
+        content["sweep"] = sweep(list(itertools.product(widths, (True, False))))
     else:
         content["results"] = [
             speed(shape, causal, deviation_for(shape[2]), quick, flex)

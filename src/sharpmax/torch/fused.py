@@ -98,13 +98,10 @@ def sharpened_query_backward(
         if q is None or k is None or row_sum is None or row_moment is None:
             dq = grad_scaled.new_empty(grad_scaled.shape)
             return torch.mul(grad_scaled, beta[..., None], out=dq), nothing(dq)
-        grad_sum, grad_moment = kernels().policy_gradient(
-            _lowered(coefficients, lo, hi, threshold, floor, log_count), row_sum, row_moment, q=q,
-            grad_scaled=grad_scaled,
-        )  # fmt: skip
         dq, dk, _, _ = kernels().backward(
-            q, k, None, beta, Geometry(scale, softcap, left, right, lower_right), row_max=row_max, grad_sum=grad_sum,
-            grad_moment=grad_moment, grad_scaled=grad_scaled, mask=mask, key_lengths=key_lengths,
+            q, k, None, beta, Geometry(scale, softcap, left, right, lower_right), row_max=row_max, row_sum=row_sum,
+            row_moment=row_moment, lowered=_lowered(coefficients, lo, hi, threshold, floor, log_count),
+            grad_scaled=grad_scaled, mask=mask, key_lengths=key_lengths,
         )  # fmt: skip
     return dq, dk
 
@@ -223,7 +220,7 @@ def adaptive_attention_backward(
     with full_precision(q):
         if not (detached or lowered.constant):
             dbeta, delta = kernels().beta_gradient(q, k, v, beta, geometry, **given)
-            grad_sum, grad_moment = kernels().policy_gradient(lowered, row_sum, row_moment, dbeta=dbeta)
+            grad_sum, grad_moment = kernels().policy_gradient(lowered, row_sum, row_moment, dbeta)
             given |= {"grad_sum": grad_sum, "grad_moment": grad_moment, "delta": delta}
         dq, dk, dv, _ = kernels().backward(q, k, v, beta, geometry, **given)
     return dq, dk, dv

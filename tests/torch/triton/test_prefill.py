@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ WIDE = (
     Case("128 columns", heads=2, geometry=Geometry(0.1, right=0), width=128, value_width=128),
     Case("256 columns", heads=2, geometry=Geometry(0.1, right=0), width=256, value_width=256),
 )
+BOUNDED = (POLICY, POLICY._replace(lo=1.5, hi=2.5), Lowered("entropy", (0.3, 1.0)), Lowered("entropy", (2.0,)))
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SMALL = Tiles(32, 16, 4, 1)
 BY_ADDRESS = ("window", "packed")
@@ -152,10 +153,6 @@ def test_forward_and_backward(case: Case, dtype: torch.dtype, device: str) -> No
     found = prefill.backward(given.q, given.k, None, None, geometry, **of_stats, **same)
     assert found[2:] == (None, None)
     assert_all_close(found[:2], stats64, tolerance, "of statistics")
-    cotangent = torch.randn(given.q.shape, generator=torch.Generator().manual_seed(1)).to(given.q)
-    found = prefill.backward(given.q, given.k, None, rows, geometry, **of_stats, **same, grad_scaled=cotangent)
-    whole = (stats64[0] + rows.double()[..., None] * cotangent.double(), stats64[1])
-    assert_all_close(found[:2], whole, tolerance, "of statistics and the scaled query")
     alone, delta = prefill.beta_gradient(
         given.q, given.k, given.v, rows, geometry, **of_attention, row_max=got[0], config=tile, **options
     )
@@ -238,26 +235,43 @@ def test_policy_of_the_count(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [DEVICE])
-@pytest.mark.parametrize("of_query", [False, True])
-def test_gradient_of_a_policy(device: str, of_query: bool) -> None:
+def test_gradient_of_a_policy(device: str) -> None:
     given = inputs(Case("policy", heads=2, key_heads=1, strided=True, lengths=(31,)), torch.float32, device)
     got = prefill.row_stats(given.q, given.k, given.case.geometry, config=SMALL, **given.options)
     got[1][0, 0, 3], got[2][0, 0, 3] = 0.0, 0.0  # a row without keys
     total, moment = (x.double().requires_grad_() for x in got[1:3])
-    cotangent = given.do if of_query else given.d_sum
-    dbeta = (cotangent.double() * given.q.double()).sum(-1) if of_query else cotangent.double()
-    bounded = (POLICY, POLICY._replace(lo=1.5, hi=2.5), Lowered("entropy", (0.3, 1.0)), Lowered("entropy", (2.0,)))
-    for lowered in bounded:
+    for lowered in BOUNDED:
         beta = lowered(RowStats(got[0], total, moment, None, got[4])) + 0 * (total + moment)
-        expected = list(torch.autograd.grad(beta, (total, moment), dbeta))
+        expected = list(torch.autograd.grad(beta, (total, moment), given.d_sum.double()))
         expected[1][0, 0, 3] = 0.0
-        source = {"q": given.q, "grad_scaled": cotangent} if of_query else {"dbeta": cotangent}
-        found = prefill.policy_gradient(lowered, got[1], got[2], **source)
+        found = prefill.policy_gradient(lowered, got[1], got[2], given.d_sum)
         for name, a, b in zip(("sum", "moment"), found, expected, strict=True):
             assert_close(a, b, 1e-5, name)
 
 
-@pytest.mark.parametrize("kernel", ["stats", "attend", "query", "key"])
+@pytest.mark.parametrize("device", [DEVICE])
+def test_gradient_of_the_scaled_query_is_that_of_its_steps(device: str) -> None:
+    case = Case("policy", batch=2, heads=2, key_heads=1, width=16, value_width=16, strided=True, lengths=(0, 31))
+    given = inputs(case, torch.float32, device)
+    for lowered in BOUNDED:
+        stats, beta, _ = prefill.row_stats_and_scaled_query(
+            given.q, given.k, given.case.geometry, lowered, config=SMALL, **given.options
+        )
+        dbeta = (given.do.double() * given.q.double()).sum(-1).float()
+        grad_sum, grad_moment = prefill.policy_gradient(lowered, stats[1], stats[2], dbeta)
+        both = {"row_max": stats[0], "config": (SMALL, SMALL), **given.options}
+        dq, dk, _, _ = prefill.backward(
+            given.q, given.k, None, None, given.case.geometry, grad_sum=grad_sum, grad_moment=grad_moment, **both
+        )
+        found = prefill.backward(
+            given.q, given.k, None, beta, given.case.geometry, grad_scaled=given.do, lowered=lowered, row_sum=stats[1],
+            row_moment=stats[2], **both,
+        )  # fmt: skip
+        assert_close(found[0], dq.double() + beta[..., None].double() * given.do.double(), 1e-5, "dq")
+        assert_close(found[1], dk.double(), 1e-5, "dk")
+
+
+@pytest.mark.parametrize("kernel", get_args(tiles_module.Kernel))
 def test_tiles_of_a_bounded_band(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_module, "_large_memory", lambda _: True)
     for width in (16, 64, 65, 128, 129, 256):
@@ -298,9 +312,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="needs row_max"):
         prefill.backward(q, q, q, beta, geometry, grad_sum=beta, grad_moment=beta)
     with pytest.raises(ValueError, match="without grad_out"):
-        prefill.backward(q, q, None, None, geometry, row_max=beta, grad_sum=beta, grad_scaled=q)
-    with pytest.raises(ValueError, match="needs dbeta, or q and grad_scaled"):
-        prefill.policy_gradient(POLICY, beta, beta)
+        prefill.backward(q, q, None, None, geometry, row_max=beta, grad_sum=beta, grad_scaled=q, lowered=POLICY)
+    with pytest.raises(ValueError, match="needs the policy"):
+        prefill.backward(q, q, None, beta, geometry, row_max=beta, row_sum=beta, row_moment=beta, grad_scaled=q)
     with pytest.raises(ValueError, match="up to 8 coefficients"):
         prefill.row_stats_and_scaled_query(q, q, geometry, Lowered("entropy", (1.0,) * 9))
     with pytest.raises(ValueError, match="both cu_q and cu_k"):

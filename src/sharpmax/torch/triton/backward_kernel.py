@@ -10,8 +10,9 @@ of keys and visits the query heads of its group one after the other, so that not
 ``D`` from a rounded output is off by some ``r``, which dbeta would multiply by the mean of ``t``. Where dbeta is asked
 for, ``r = sum w (dp - D)`` is summed beside it and taken out of dbeta and of the ``D`` that is handed on.
 
-Where it is not attention that follows the statistics but ``beta * q`` (SCALED), ``d_out`` is the cotangent of that, and
-dq gets ``beta d_out`` besides.
+Where it is not attention that follows the statistics but ``beta * q`` (SCALED), ``d_out`` is the cotangent of that:
+``query_kernel`` takes it through beta and the policy to the cotangents of the statistics, which it hands on, and dq
+gets ``beta d_out`` besides.
 """
 
 # pyright: reportArgumentType=false
@@ -36,6 +37,7 @@ from .blocks import (
     seen,
     tile,
 )
+from .policy import statistics_gradient
 
 
 @triton.jit
@@ -109,11 +111,13 @@ def _query_step(
 
 @triton.jit
 def query_kernel(
-    q, k, v, beta, mask, out, lse, d_out, row_max, grad_sum, grad_moment, delta, dq, dbeta, cu_q, cu_k, key_lengths,
+    q, k, v, beta, mask, out, lse, d_out, row_max, row_sum, row_moment, grad_sum, grad_moment, delta, dq, dbeta,
+    cu_q, cu_k, key_lengths,
     stride_qb, stride_qh, stride_ql, stride_qd, stride_kb, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vh, stride_vl, stride_vd, stride_gb, stride_gh, stride_gl, stride_gd,
     stride_mb, stride_mh, stride_mq, stride_mk,
     heads, group, q_len, k_len, documents, steps, left, right, limit, unit, scale, scale2, cap2, dropout_p, seed,
+    c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr,
     LOWER_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGES: tl.constexpr, MASK: tl.constexpr,
@@ -161,9 +165,23 @@ def query_kernel(
         sums = _shift_of(lse, at, inside)
     if STATS or NEED_BETA:
         highest = _shift_of(row_max, at, inside)
-    if STATS:
+    if SCALED:
+        d_out += tl.cast(batch, tl.int64) * stride_gb + tl.cast(head, tl.int64) * stride_gh
+        d_out += tl.cast(q_start, tl.int64) * stride_gl
+        cotangent = tile(d_out, first, queries, stride_gl, stride_gd, ROWS, BLOCK_D, D, True)
+        d_sum, d_moment = statistics_gradient(
+            tl.sum(query.to(tl.float32) * cotangent.to(tl.float32), 1),
+            tl.load(row_sum + at, mask=inside, other=0.0),
+            tl.load(row_moment + at, mask=inside, other=0.0),
+            c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor,
+        )  # fmt: skip
+        tl.store(grad_sum + at, d_sum, mask=inside)
+        tl.store(grad_moment + at, d_moment, mask=inside)
+    elif STATS:
+        d_sum = tl.load(grad_sum + at, mask=inside, other=0.0)
         d_moment = tl.load(grad_moment + at, mask=inside, other=0.0)
-        d_sum = tl.load(grad_sum + at, mask=inside, other=0.0) + d_moment
+    if STATS:
+        d_sum += d_moment
         d_moment *= LN2
 
     d_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -201,8 +219,6 @@ def query_kernel(
     if NEED_QUERY:
         d_query *= scale
         if SCALED:
-            d_out += tl.cast(batch, tl.int64) * stride_gb + tl.cast(head, tl.int64) * stride_gh
-            d_out += tl.cast(q_start, tl.int64) * stride_gl
             cotangent = tile(d_out, first, queries, stride_gl, stride_gd, ROWS, BLOCK_D, D, True)
             d_query += tl.load(beta + at, mask=inside, other=0.0)[:, None] * cotangent.to(tl.float32)
         put_tile(dq + start_row * D, d_query, first, queries, ROWS, BLOCK_D, D)

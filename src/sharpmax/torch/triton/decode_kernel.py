@@ -8,10 +8,14 @@ The rows of a program are the ``ROWS = heads in the group * QUERIES`` queries th
 it is read once for all of them. Weights are relative to the maximum of the whole row, which is known by then, so that
 parts of the output are added without rescaling. A masked logit is :data:`MASKED`, which is finite: no
 difference is NaN.
+
+DEPENDENT kernels (Hopper's programmatic dependent launch) are launched while the one before them still runs, and wait
+for its end before they touch memory: a decoding step is so short that launches are a good part of it.
 """
 
 # Triton's language says little of its types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -22,6 +26,13 @@ from .policy import lowered_beta
 
 MASKED = tl.constexpr(-1e30)
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dependent_launch():
+    """Wait for the kernel before, then let the one after be launched."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -77,8 +88,11 @@ def logits_kernel(
     padded, stride_part, heads, capacity, splits, left, scale, softcap,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, CAPPED: tl.constexpr,
     WITH_MIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Logits of the split's keys, and (maximum, sum, moment, minimum) of each row of them."""
+    if DEPENDENT:
+        dependent_launch()
     split, batch = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) % heads
     rows = tl.program_id(1) // heads * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -144,13 +158,15 @@ def values_kernel(
     lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, LOWERED: tl.constexpr,
     ENTROPY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr, WHOLE: tl.constexpr,
+    SPLITS: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The split's part of the output, and of the sum of weights (``WHOLE``: the output itself).
 
     ``LOWERED``: statistics come from ``parts``, beta from the policy's numbers, and the first split writes both. Else
     maxima are in ``stats`` and ``betas`` are given.
     """
+    if DEPENDENT:
+        dependent_launch()
     split, batch = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) % heads
     rows = tl.program_id(1) // heads * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -223,8 +239,11 @@ def values_kernel(
 def combine_kernel(
     parts, sums, output, splits,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row of the output: the sum of its parts over the sum of its weights."""
+    if DEPENDENT:
+        dependent_launch()
     at = tl.program_id(0).to(tl.int64)
     first = at // ROWS * splits * ROWS + at % ROWS
     dims = tl.arange(0, BLOCK_D)

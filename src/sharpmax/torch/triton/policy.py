@@ -1,4 +1,4 @@
-"""A lowered policy inside a kernel: beta of a row, and its derivative. Coefficients run from the highest power down."""
+"""A lowered policy inside a kernel: beta of a row, and gradients. Coefficients run from the highest power down."""
 
 import triton
 import triton.language as tl
@@ -47,3 +47,18 @@ def lowered_slope(variable, c0, c1, c2, c3, c4, c5, c6, c7, low, high, threshold
     value = value * u + c7
     slope = slope * _above(variable, low) * _above(-variable, -high) * _above(value, floor)
     return tl.where(variable > threshold, slope, 0.0)
+
+
+@triton.jit
+def statistics_gradient(
+    d_beta, total, moment, c0, c1, c2, c3, c4, c5, c6, c7, low, high, threshold, floor
+):  # fmt: skip
+    """The cotangents of sum and moment of every row, from that of beta, under a policy of the entropy.
+
+    With ``H = log L - A / L``: ``dH/dL = 1 / L + A / L^2`` and ``dH/dA = -1 / L``.
+    """
+    filled = tl.where(total == 0.0, 1.0, total)
+    mean = moment / filled
+    slope = lowered_slope(tl.log(filled) - mean, c0, c1, c2, c3, c4, c5, c6, c7, low, high, threshold, floor)
+    d_entropy = tl.where(total == 0.0, 0.0, d_beta * slope / filled)
+    return d_entropy * (1.0 + mean), -d_entropy

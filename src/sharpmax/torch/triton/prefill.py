@@ -31,9 +31,9 @@ from .launch import (
 from .stats_kernel import policy_gradient_kernel, stats_kernel
 from .tiles import Tiles, tiles_for
 
-QUERY_ONLY = ("out", "NEED_BETA", "GIVEN_DELTA", "SCALED")
+QUERY_ONLY = ("out", "row_sum", "row_moment", "NEED_BETA", "GIVEN_DELTA", "SCALED")
 """What only the first of the backward kernels takes."""
-POLICY_ROWS, POLICY_WARPS = 32, 4
+POLICY_ROWS, POLICY_WARPS = 1024, 4
 """Rows and warps of a program that takes the gradient of a policy."""
 
 
@@ -141,6 +141,9 @@ def backward(
     need_beta: bool = False,
     delta: Tensor | None = None,
     grad_scaled: Tensor | None = None,
+    lowered: Lowered | None = None,
+    row_sum: Tensor | None = None,
+    row_moment: Tensor | None = None,
     config: tuple[Tiles | None, Tiles | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv and dbeta (float32).
@@ -148,20 +151,26 @@ def backward(
     With ``grad_out`` the gradient of :func:`attend` (which needs ``v``, ``beta``, ``out`` and ``lse``), with
     ``grad_sum`` and ``grad_moment`` that of :func:`row_stats` (which needs ``row_max``), with all of them the sum of
     both in one pass. ``need_beta`` asks for dbeta, and needs ``row_max`` too. ``delta`` is what :func:`beta_gradient`
-    gave, if it ran before. ``grad_scaled``, the cotangent of ``beta * q``, goes with the statistics alone and adds
-    ``beta * grad_scaled`` to dq; what it is to ``grad_sum`` and ``grad_moment``, :func:`policy_gradient` gives.
+    gave, if it ran before.
+
+    ``grad_scaled``, the cotangent of ``beta * q``, comes alone, with ``beta``, the statistics ``row_max``, ``row_sum``
+    and ``row_moment`` and the policy of the entropy that made beta of them (``lowered``): the gradient of all of that.
     """
+    if grad_scaled is not None and lowered is None:
+        raise ValueError("the gradient of beta * q needs the policy that made beta, lowered")
     shared = shared_arguments(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
     gradients = _gradients(
-        q, v, beta, out, lse, grad_out, row_max, grad_sum, grad_moment, delta, need_beta, dropout_p, seed, grad_scaled
-    )
+        q, v, beta, out, lse, grad_out, row_max, grad_sum, grad_moment, delta, need_beta, dropout_p, seed, grad_scaled,
+        row_sum, row_moment,
+    )  # fmt: skip
     dq = q.new_empty(q.shape)
     dbeta = q.new_empty(q.shape[:-1], dtype=torch.float32) if need_beta else None
-    _query_gradient(q, shared, gradients, dq, dbeta, config[0])
+    _query_gradient(q, shared, gradients, dq, dbeta, lowered, config[0])
     dk = k.new_empty(k.shape)
     dv = v.new_empty(v.shape) if v is not None and grad_out is not None else None
     width = max(q.shape[-1], gradients["DV"])
-    tiles = config[1] or tiles_for("key", width, q.dtype, q.device, geometry.banded)
+    kernel = "key" if gradients["ATTEND"] else "stats key"
+    tiles = config[1] or tiles_for(kernel, width, q.dtype, q.device, geometry.banded)
     passed = {name: value for name, value in gradients.items() if name not in QUERY_ONLY}
     uneven = shared["k_len"] % tiles.keys != 0 or shared["q_len"] % tiles.rows != 0
     launch(
@@ -206,53 +215,23 @@ def beta_gradient(
     shared = shared_arguments(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
     gradients = _gradients(q, v, beta, out, lse, grad_out, row_max, None, None, None, True, dropout_p, seed)
     dbeta = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    _query_gradient(q, shared, gradients, None, dbeta, config)
+    _query_gradient(q, shared, gradients, None, dbeta, None, config)
     return dbeta, gradients["delta"]
 
 
-def policy_gradient(
-    lowered: Lowered,
-    row_sum: Tensor,
-    row_moment: Tensor,
-    *,
-    dbeta: Tensor | None = None,
-    q: Tensor | None = None,
-    grad_scaled: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The cotangents of sum and moment of a policy of the entropy, from that of beta, or of ``beta * q`` and ``q``."""
-    of_query = dbeta is None
-    if of_query and (q is None or grad_scaled is None):
-        raise ValueError("the gradient of a policy needs dbeta, or q and grad_scaled")
-    row_sum, row_moment = row_sum.contiguous(), row_moment.contiguous()
+def policy_gradient(lowered: Lowered, row_sum: Tensor, row_moment: Tensor, dbeta: Tensor) -> tuple[Tensor, Tensor]:
+    """The cotangents of sum and moment, from that of beta, under a policy of the entropy."""
+    row_sum, row_moment, dbeta = row_sum.contiguous(), row_moment.contiguous(), dbeta.contiguous()
     grad_sum, grad_moment = torch.empty_like(row_sum), torch.empty_like(row_moment)
-    batch, heads, q_len = row_sum.shape
-    first = row_sum[..., None] if q is None else q
-    second = first if grad_scaled is None else grad_scaled
-    numbers = policy_arguments(lowered)
-    programs = batch * heads * triton.cdiv(q_len, POLICY_ROWS)
-    if programs:
+    numbers = {name: x for name, x in policy_arguments(lowered).items() if name not in ("POLICY", "LOG_COUNT")}
+    if row_sum.numel() > 0:
         kernel: Any = policy_gradient_kernel
         check_device(kernel, row_sum)
         with torch.cuda.device_of(row_sum):
-            kernel[(programs,)](
-                dbeta=row_sum if dbeta is None else dbeta.contiguous(),
-                q=first,
-                d_scaled=second,
-                row_sum=row_sum,
-                row_moment=row_moment,
-                grad_sum=grad_sum,
-                grad_moment=grad_moment,
-                **strides("q", first, "bhld"),
-                **strides("g", second, "bhld"),
-                heads=heads,
-                q_len=q_len,
-                **{name: value for name, value in numbers.items() if name not in ("POLICY", "LOG_COUNT")},
-                D=first.shape[-1],
-                BLOCK_D=padded(first.shape[-1]),
-                ROWS=POLICY_ROWS,
-                OF_QUERY=of_query,
-                num_warps=POLICY_WARPS,
-            )
+            kernel[(triton.cdiv(row_sum.numel(), POLICY_ROWS),)](
+                dbeta, row_sum, row_moment, grad_sum, grad_moment, row_sum.numel(), **numbers,
+                ROWS=POLICY_ROWS, num_warps=POLICY_WARPS,
+            )  # fmt: skip
     return grad_sum, grad_moment
 
 
@@ -290,21 +269,25 @@ def _stats(
 def _gradients(
     q: Tensor, v: Tensor | None, beta: Tensor | None, out: Tensor | None, lse: Tensor | None, grad_out: Tensor | None,
     row_max: Tensor | None, grad_sum: Tensor | None, grad_moment: Tensor | None, delta: Tensor | None, need_beta: bool,
-    dropout_p: float, seed: int, grad_scaled: Tensor | None = None,
+    dropout_p: float, seed: int, grad_scaled: Tensor | None = None, row_sum: Tensor | None = None,
+    row_moment: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments that both backward kernels take; a tensor that is not needed is stood in for by ``q``."""
-    attends, counts = grad_out is not None, grad_sum is not None or grad_moment is not None
+    attends, scaled = grad_out is not None, grad_scaled is not None
+    counts = scaled or grad_sum is not None or grad_moment is not None
     if attends and (v is None or beta is None or out is None or lse is None):
         raise ValueError("the gradient of attention needs v, beta, out and lse")
     if need_beta and not attends:
         raise ValueError("the gradient of beta needs grad_out")
     if (counts or need_beta) and row_max is None:
         raise ValueError("the gradient of the statistics or of beta needs row_max")
-    if grad_scaled is not None and (attends or beta is None):
-        raise ValueError("the gradient of beta * q needs beta, and comes without grad_out")
+    if scaled and (attends or any(x is None for x in (beta, row_sum, row_moment))):
+        raise ValueError("the gradient of beta * q needs beta, row_sum and row_moment, and comes without grad_out")
     if not attends and not counts:
-        raise ValueError("expected grad_out, or grad_sum and grad_moment, got none of them")
-    if counts:
+        raise ValueError("expected grad_out, grad_scaled, or grad_sum and grad_moment, got none of them")
+    if scaled:
+        grad_sum, grad_moment = (torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
+    elif counts:
         zero = torch.zeros(q.shape[:-1], dtype=torch.float32, device=q.device) if None in (grad_sum, grad_moment) else q
         grad_sum, grad_moment = (zero if g is None else g for g in (grad_sum, grad_moment))
     if grad_out is None or v is None:
@@ -319,7 +302,8 @@ def _gradients(
         **{
             name: q if values is None else row_numbers(values, q)
             for name, values in {
-                "beta": beta, "lse": lse, "row_max": row_max, "grad_sum": grad_sum, "grad_moment": grad_moment,
+                "beta": beta, "lse": lse, "row_max": row_max, "row_sum": row_sum, "row_moment": row_moment,
+                "grad_sum": grad_sum, "grad_moment": grad_moment,
             }.items()
         },
         "delta": row_numbers(delta, q),
@@ -334,17 +318,18 @@ def _gradients(
         "STATS": counts,
         "NEED_BETA": need_beta,
         "GIVEN_DELTA": given_delta,
-        "SCALED": grad_scaled is not None,
+        "SCALED": scaled,
     }  # fmt: skip
 
 
 def _query_gradient(
     q: Tensor, shared: dict[str, Any], gradients: dict[str, Any], dq: Tensor | None, dbeta: Tensor | None,
-    config: Tiles | None,
+    lowered: Lowered | None, config: Tiles | None,
 ) -> None:  # fmt: skip
-    tiles = config or tiles_for(
-        "query", max(q.shape[-1], gradients["DV"]), q.dtype, q.device, shared["LEFT"] or shared["RIGHT"]
-    )
+    kernel = "stats query" if not gradients["ATTEND"] else "query" if dq is not None else "beta"
+    width = max(q.shape[-1], gradients["DV"])
+    tiles = config or tiles_for(kernel, width, q.dtype, q.device, shared["LEFT"] or shared["RIGHT"])
+    numbers = {name: x for name, x in policy_arguments(lowered).items() if name not in ("POLICY", "LOG_COUNT")}
     launch(
         query_kernel,
         programs_of(shared, tiles.rows, by_key=False),
@@ -352,6 +337,7 @@ def _query_gradient(
         shared,
         q,
         **gradients,
+        **numbers,
         dq=q if dq is None else dq,
         dbeta=gradients["delta"] if dbeta is None else dbeta,
         scale=shared["SCALE"],

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .blocks import LN2, NOTHING, assigned, edge_block, edge_blocks, key_range, logits, matrix, put_tile, seen, tile
-from .policy import lowered_beta, lowered_slope
+from .policy import lowered_beta, statistics_gradient
 
 
 @triton.jit
@@ -182,37 +182,17 @@ def stats_kernel(
 
 @triton.jit
 def policy_gradient_kernel(
-    dbeta, q, d_scaled, row_sum, row_moment, grad_sum, grad_moment,
-    stride_qb, stride_qh, stride_ql, stride_qd, stride_gb, stride_gh, stride_gl, stride_gd, heads, q_len,
-    c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, OF_QUERY: tl.constexpr,
+    dbeta, row_sum, row_moment, grad_sum, grad_moment, rows,
+    c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The cotangents of sum and moment of one block of rows, from that of beta, or (OF_QUERY) that of ``beta * q``.
-
-    With ``H = log L - A / L``: ``dH/dL = 1 / L + A / L^2`` and ``dH/dA = -1 / L``.
-    """
-    blocks = tl.cdiv(q_len, ROWS)
-    sequence = tl.program_id(0) // blocks
-    first = tl.program_id(0) % blocks * ROWS
-    rows = first + tl.arange(0, ROWS)
-    inside = rows < q_len
-    at = tl.cast(sequence, tl.int64) * q_len + rows
-    if OF_QUERY:
-        batch = tl.cast(sequence // heads, tl.int64)
-        head = tl.cast(sequence % heads, tl.int64)
-        q += batch * stride_qb + head * stride_qh
-        query = tile(q, first, q_len, stride_ql, stride_qd, ROWS, BLOCK_D, D, True)
-        d_scaled += batch * stride_gb + head * stride_gh
-        cotangent = tile(d_scaled, first, q_len, stride_gl, stride_gd, ROWS, BLOCK_D, D, True)
-        d_beta = tl.sum(query.to(tl.float32) * cotangent.to(tl.float32), 1)
-    else:
-        d_beta = tl.load(dbeta + at, mask=inside, other=0.0)
-    total = tl.load(row_sum + at, mask=inside, other=0.0)
-    filled = tl.where(total == 0.0, 1.0, total)
-    mean = tl.load(row_moment + at, mask=inside, other=0.0) / filled
-    slope = lowered_slope(
-        tl.log(filled) - mean, c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor
+    """The cotangents of sum and moment of one block of rows, from that of beta."""
+    at = tl.cast(tl.program_id(0), tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = at < rows
+    d_sum, d_moment = statistics_gradient(
+        tl.load(dbeta + at, mask=inside, other=0.0),
+        tl.load(row_sum + at, mask=inside, other=0.0),
+        tl.load(row_moment + at, mask=inside, other=0.0),
+        c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor,
     )  # fmt: skip
-    d_entropy = tl.where(total == 0.0, 0.0, d_beta * slope / filled)
-    tl.store(grad_sum + at, d_entropy * (1.0 + mean), mask=inside)
-    tl.store(grad_moment + at, -d_entropy, mask=inside)
+    tl.store(grad_sum + at, d_sum, mask=inside)
+    tl.store(grad_moment + at, d_moment, mask=inside)

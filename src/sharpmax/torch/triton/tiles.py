@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Kernel = Literal["stats", "attend", "query", "key"]
+Kernel = Literal["stats", "attend", "beta", "query", "key", "stats query", "stats key"]
+"""Forward kernels, and the two of the backward pass: of dbeta alone, of everything, of the statistics alone."""
 
 
 class Tiles(NamedTuple):
@@ -23,6 +24,8 @@ class Tiles(NamedTuple):
     descriptors: bool = False
 
 
+# Kernels without tiles of their own take those of another.
+LIKE: dict[Kernel, Kernel] = {"beta": "query", "stats query": "query", "stats key": "key"}
 # By kernel, then by the largest head size served; for two-byte types with 200 KB of shared memory or more (Hopper).
 LARGE: dict[Kernel, dict[int, Tiles]] = {
     "stats": {64: Tiles(128, 128, 8, 3, True), 128: Tiles(128, 64, 8, 4, True), 256: Tiles(128, 64, 8, 2, True)},
@@ -64,6 +67,7 @@ def tiles_for(kernel: Kernel, width: int, dtype: torch.dtype, device: torch.devi
     ``banded`` says whether queries see a bounded band of keys: causality, or a window.
     """
     table = FLOAT32 if dtype == torch.float32 else LARGE if _large_memory(device) else SMALL
-    limit = next(limit for limit in table[kernel] if width <= limit)
-    tiles = table[kernel][limit]
+    own = table[kernel if kernel in table else LIKE[kernel]]
+    limit = next(limit for limit in own if width <= limit)
+    tiles = own[limit]
     return LARGE_BANDED.get((kernel, limit), tiles) if banded and table is LARGE else tiles
