@@ -372,6 +372,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, causal and full, short timings")
     parser.add_argument("--sweep", action="store_true", help="time tile sizes instead")
+    parser.add_argument("--widths", type=int, nargs="*", default=[128, 64, 256], help="head sizes of the sweep")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation is slow")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_cuda.json")
     arguments = parser.parse_args()
@@ -380,8 +381,7 @@ def main() -> None:
         raise SystemExit("benchmarks.attention needs a GPU")
     content: dict[str, Any] = {"dtype": "bfloat16", "policy": sharpmax.PAPER.to_dict()}
     if arguments.sweep:
-        widths = (128,) if quick else (128, 64, 256)
-        content["sweep"] = sweep(list(itertools.product(widths, (True, False))))
+        content["sweep"] = sweep(list(itertools.product(arguments.widths, (True, False))))
     else:
         content["results"] = [
             speed(shape, causal, deviation_for(shape[2]), quick, flex)

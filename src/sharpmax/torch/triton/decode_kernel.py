@@ -9,8 +9,9 @@ it is read once for all of them. Weights are relative to the maximum of the whol
 parts of the output are added without rescaling. A masked logit is :data:`MASKED`, which is finite: no
 difference is NaN.
 
-DEPENDENT kernels (Hopper's programmatic dependent launch) are launched while the one before them still runs, and wait
-for its end before they touch memory: a decoding step is so short that launches are a good part of it.
+DEPENDENT kernels (Hopper's programmatic dependent launch) are launched when the one before them nears its end, and wait
+for that before they touch memory: a decoding step is so short that launches are a good part of it. Launched earlier,
+they would crowd onto the processors that are done first.
 """
 
 # Triton's language says little of its types.
@@ -26,13 +27,6 @@ from .policy import lowered_beta
 
 MASKED = tl.constexpr(-1e30)
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def dependent_launch():
-    """Wait for the kernel before, then let the one after be launched."""
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -92,7 +86,7 @@ def logits_kernel(
 ):  # fmt: skip
     """Logits of the split's keys, and (maximum, sum, moment, minimum) of each row of them."""
     if DEPENDENT:
-        dependent_launch()
+        tl.extra.cuda.gdc_wait()
     split, batch = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) % heads
     rows = tl.program_id(1) // heads * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -141,6 +135,8 @@ def logits_kernel(
         total = tl.where(higher, scaled * total + 1.0, total + scaled)
         high = tl.where(higher, z, high)
 
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     top, row_total, row_moment = merged(tl.trans(high), tl.trans(total), tl.trans(moment))
     parts += (pair.to(tl.int64) * splits + split) * ROWS + rows
     tl.store(parts, top, mask=rows < ROWS)
@@ -166,7 +162,7 @@ def values_kernel(
     maxima are in ``stats`` and ``betas`` are given.
     """
     if DEPENDENT:
-        dependent_launch()
+        tl.extra.cuda.gdc_wait()
     split, batch = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) % heads
     rows = tl.program_id(1) // heads * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -224,6 +220,8 @@ def values_kernel(
         weight += w
         out = tl.dot(w.to(values.dtype), values, out, input_precision="ieee")
 
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     row_weight = tl.sum(weight, axis=1)
     if WHOLE:
         out = out / tl.where(row_weight > 0, row_weight, 1.0)[:, None]
@@ -243,7 +241,7 @@ def combine_kernel(
 ):  # fmt: skip
     """One row of the output: the sum of its parts over the sum of its weights."""
     if DEPENDENT:
-        dependent_launch()
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64)
     first = at // ROWS * splits * ROWS + at % ROWS
     dims = tl.arange(0, BLOCK_D)
