@@ -1,26 +1,21 @@
 """Attention with adaptive temperature on a GPU, against stock attention and a literal Figure 4, in speed and in error.
 
-    python -m benchmarks.attention [--quick] [--sweep] [--flex] [--out FILE]
+    python -m benchmarks.attention [--quick] [--flex] [--recorded FILE] [--out FILE]
 
 Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured. ``impl="stock"``: a kernel gives statistics,
 beta and ``beta * q``, and stock attention (cuDNN) does the rest. ``impl="triton"``: a kernel gives the statistics and
 beta, and another one attends with beta on the logits in float32. "detached" is the same policy without its gradient.
 Our kernels are timed alone too. Inputs are scaled so that the paper's policy acts; the share of rows with beta above
-1.3 is recorded with each result.
+1.3 is recorded with each result. FILE holds q, k and v of layers of a real model, ``[1, heads, length, columns]`` each.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import json
 import math
-import multiprocessing
-import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +33,9 @@ from sharpmax.provenance import provenance
 from sharpmax.torch.geometry import ALL, Geometry
 from sharpmax.torch.triton import Tiles, prefill
 
-SHAPES = ((4, 16, 4096, 128), (1, 16, 16384, 128), (1, 16, 16384, 64), (1, 16, 32768, 128))
+MAIN = (4, 16, 4096, 128)
+SHAPES = ((4, 16, 1024, 128), (4, 16, 2048, 128), MAIN, (1, 16, 16384, 128), (1, 16, 32768, 128), (1, 16, 16384, 64))
+LONG = ((1, 16, 131072, 128), (1, 4, 1048576, 128))
 ENTROPY = 4.0  # about the peak of the paper's polynomial; logits of deviation d have entropy log(n) - d^2 / 2
 POLICY: Any = sharpmax.PAPER.lower()
 DETACHED = sharpmax.detached(sharpmax.PAPER)
@@ -167,7 +164,7 @@ def kernels(x: Inputs) -> dict[str, Forward]:
     }
 
 
-def functions(x: Inputs, flex: bool, with_figure4: bool) -> dict[str, Forward]:
+def functions(x: Inputs, flex: bool, parts: bool) -> dict[str, Forward]:
     plain = (x.q.detach(), x.k.detach(), x.v.detach(), x.causal)
     found: dict[str, Forward] = {
         "cudnn forward": lambda: stock(*plain, CUDNN),
@@ -180,14 +177,23 @@ def functions(x: Inputs, flex: bool, with_figure4: bool) -> dict[str, Forward]:
         "triton forward": lambda: adaptive(*plain, "triton"),
         "triton forward+backward": lambda: adaptive_gradients(x, "triton"),
         "triton forward+backward, detached": lambda: adaptive_gradients(x, "triton", DETACHED),
-        **kernels(x),
     }
+    if parts:
+        found |= kernels(x)
     if flex:
         found |= flex_functions(x)
-    if with_figure4:
-        found["figure 4 forward"] = lambda: figure4(*plain)
-        found["figure 4 forward+backward"] = lambda: figure4_gradients(x)
-    return found
+    return found | {
+        "figure 4 forward": lambda: figure4(*plain),
+        "figure 4 forward+backward": lambda: figure4_gradients(x),
+    }
+
+
+def few(x: Inputs, backward: bool) -> dict[str, Forward]:
+    """What is run where one run takes seconds."""
+    chosen = ["cudnn forward", "stock forward", "triton forward"]
+    if backward:
+        chosen += ["cudnn forward+backward", "stock forward+backward", "triton forward+backward", "figure 4 forward"]
+    return {name: function for name, function in functions(x, False, False).items() if name in chosen}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -200,20 +206,21 @@ def milliseconds(function: Forward, quick: bool) -> float:
     return float(triton.testing.do_bench(function, warmup=warmup, rep=repeat, return_mode="median"))  # pyright: ignore
 
 
-def peak_megabytes(function: Forward) -> float:
-    """The peak of memory while ``function`` runs, beyond what is there before."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    function()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
 def measured(name: str, function: Forward, quick: bool) -> dict[str, Any]:
+    """Time, and the peak of memory beyond what was there before and what is returned."""
     try:
-        peak = peak_megabytes(function)
-        return {"ms": round(milliseconds(function, quick), 4), "peak_mb": round(peak, 1)}
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = function()
+        torch.cuda.synchronize()
+        peak, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+        del result
+        return {
+            "ms": round(milliseconds(function, quick), 4),
+            "peak_mb": round(peak / 2**20, 1),
+            "returned_mb": round(kept / 2**20, 1),
+        }
     except torch.OutOfMemoryError:
         return {"ms": None, "reason": "out of memory"}
     except RuntimeError as error:
@@ -222,29 +229,56 @@ def measured(name: str, function: Forward, quick: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()
 
 
-def speed(shape: tuple[int, int, int, int], causal: bool, deviation: float, quick: bool, flex: bool) -> dict[str, Any]:
-    x = made(shape, causal, deviation, torch.bfloat16)
+def speed(x: Inputs, compared: dict[str, Forward], quick: bool, **about: Any) -> dict[str, Any]:
+    """Times of what is compared, as they are and as multiples of cuDNN's."""
     _, beta, _ = statistics(x, scaled_query=False)
-    times = {
-        name: measured(name, function, quick)
-        for name, function in functions(x, flex, with_figure4=not quick or shape[2] <= 4096).items()
-    }
+    times = {name: measured(name, function, quick) for name, function in compared.items()}
     for name, time in times.items():
         peer = "cudnn forward" + ("+backward" if "+backward" in name else "")
         if time["ms"] is not None and times[peer]["ms"] is not None:
             time["ratio_to_cudnn"] = round(time["ms"] / times[peer]["ms"], 3)
     result = {
-        "shape": list(shape),
-        "causal": causal,
-        "logit_deviation": round(deviation, 3),
+        "shape": list(x.q.shape),
+        "causal": x.causal,
+        **about,
         "share_beta_above_1_3": round(float((beta > 1.3).float().mean()), 4),
         "times": times,
     }
-    print(f"{shape} {'causal' if causal else 'full'}, {result['share_beta_above_1_3']:.0%} of beta above 1.3")
+    kind = "causal" if x.causal else "full"
+    print(f"{tuple(x.q.shape)} {kind}, {result['share_beta_above_1_3']:.0%} of beta above 1.3")
     for name, time in times.items():
-        shown = f"{time['ms']:9.3f} ms" if time["ms"] is not None else f"  {time['reason']}"
+        shown = f"{time['ms']:9.3f} ms {time['peak_mb']:9.1f} MB" if time["ms"] is not None else f"  {time['reason']}"
         print(f"  {name:36} {shown}  x{time.get('ratio_to_cudnn', math.nan):.2f}", flush=True)
     return result
+
+
+def gaussian(
+    shape: tuple[int, int, int, int], causal: bool, quick: bool, flex: bool, deviation: float | None = None
+) -> dict[str, Any]:
+    deviation = deviation_for(shape[2]) if deviation is None else deviation
+    x = made(shape, causal, deviation, torch.bfloat16)
+    compared = functions(x, flex and shape == MAIN, shape == MAIN)
+    return speed(x, compared, quick, logit_deviation=round(deviation, 3))
+
+
+def long(shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    x = made(shape, True, deviation_for(shape[2]), torch.bfloat16)
+    return speed(x, few(x, backward=shape == LONG[0]), True, logit_deviation=round(deviation_for(shape[2]), 3))
+
+
+def recorded(file: Path) -> list[dict[str, Any]]:
+    """The queries, keys and values of real heads, one layer after the other."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(file, device="cuda")
+    found = []
+    for layer in sorted({name.split(".")[0] for name in tensors}, key=int):
+        q, k, v = (tensors[f"{layer}.{name}"].to(torch.bfloat16) for name in ("q", "k", "v"))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        q, k, v = (t.contiguous().requires_grad_() for t in (q, k, v))
+        x = Inputs(q, k, v, torch.randn_like(v), True)
+        found.append(speed(x, functions(x, False, False), True, layer=int(layer), file=file.name))
+    return found
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -305,90 +339,24 @@ def accuracy(causal: bool, dtype: torch.dtype) -> dict[str, Any]:
     return result
 
 
-def candidates(kernel: str, width: int) -> list[Tiles]:
-    """Sizes of tiles worth trying: for the backward pass of keys, ``rows`` is what is walked over."""
-    if kernel in ("stats", "attend", "beta"):
-        sizes = [(128, 64, 8), (128, 64, 4), (128, 128, 8), (64, 128, 4), (64, 64, 4)]
-    elif kernel in ("query", "stats query"):
-        sizes = [(128, 64, 8), (128, 64, 4), (64, 64, 4), (128, 32, 8), (128, 128, 8), (64, 128, 4)]
-    else:
-        sizes = [(64, 128, 8), (64, 64, 4), (32, 64, 4), (32, 128, 8), (128, 128, 8), (64, 128, 4), (128, 64, 4)]
-    stages = (2, 3, 4) if kernel == "stats" or width < 128 else (2, 3)
-    wide = [size for size in sizes if width <= 128 or size[0] * size[1] <= 64 * 128]
-    return [Tiles(*size, n, True) for size in wide for n in ((1, 2) if width > 128 else stages)]
-
-
-SWEPT = ("stats", "attend", "beta", "query", "key", "stats query", "stats key")
-Candidate = tuple[str, int, bool, Tiles]
-
-
-def sweep_runs(width: int, causal: bool, shape: tuple[int, int, int]) -> dict[str, Callable[[Tiles], Any]]:
-    """Every kernel as a function of its tiles, the backward ones beside their fellow with its usual tiles."""
-    x = made((*shape, width), causal, deviation_for(4096), torch.bfloat16)
-    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
-    stats, beta, _ = statistics(x, scaled_query=True)
-    out, lse = prefill.attend(q, k, v, beta, x.geometry)
-    grads: dict[str, Any] = {"row_max": stats[0], "grad_sum": beta, "grad_moment": beta}
-    given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": x.do, "row_max": stats[0]}
-    both = given | grads | {"delta": beta}
-    scaled: dict[str, Any] = {
-        "row_max": stats[0], "row_sum": stats[1], "row_moment": stats[2], "lowered": POLICY, "grad_scaled": x.do,
-    }  # fmt: skip
-    return {
-        "stats": lambda t: statistics(x, scaled_query=True, config=t),
-        "attend": lambda t: prefill.attend(q, k, v, beta, x.geometry, config=t),
-        "beta": lambda t: prefill.beta_gradient(q, k, v, beta, x.geometry, **given, config=t),
-        "query": lambda t: prefill.backward(q, k, v, beta, x.geometry, **both, config=(t, None)),
-        "key": lambda t: prefill.backward(q, k, v, beta, x.geometry, **both, config=(None, t)),
-        "stats query": lambda t: prefill.backward(q, k, None, beta, x.geometry, **scaled, config=(t, None)),
-        "stats key": lambda t: prefill.backward(q, k, None, beta, x.geometry, **scaled, config=(None, t)),
-    }
-
-
-def compiled(candidate: Candidate) -> None:
-    """Fill Triton's cache on disk; what does not fit the card is found out when it is timed."""
-    kernel, width, causal, tiles = candidate
-    with contextlib.suppress(triton.runtime.errors.OutOfResources, RuntimeError):
-        sweep_runs(width, causal, (1, 16, 512))[kernel](tiles)
-
-
-def sweep(modes: list[tuple[int, bool]]) -> list[dict[str, Any]]:
-    """The time of every kernel at every size of tile; compiled side by side, timed one by one."""
-    every = [(kernel, *mode, tiles) for mode in modes for kernel in SWEPT for tiles in candidates(kernel, mode[0])]
-    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compiled, every))
-    found, runs = [], {mode: sweep_runs(*mode, (4, 16, 4096)) for mode in modes}
-    for kernel, width, causal, tiles in every:
-        try:
-            time: Any = round(milliseconds(lambda: runs[width, causal][kernel](tiles), True), 4)  # noqa: B023
-        except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
-            time = str(error).splitlines()[0][:120]
-        found.append({"kernel": kernel, "width": width, "causal": causal, "tiles": list(tiles), "ms": time})
-        print(f"  {kernel:11} {width} {'causal' if causal else 'full'} {tuple(tiles)} {time}", flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, causal and full, short timings")
-    parser.add_argument("--sweep", action="store_true", help="time tile sizes instead")
-    parser.add_argument("--widths", type=int, nargs="*", default=[128, 64, 256], help="head sizes of the sweep")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation is slow")
+    parser.add_argument("--recorded", type=Path, help="q, k and v of a real model, and nothing else")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_cuda.json")
     arguments = parser.parse_args()
     quick, flex = arguments.quick, arguments.flex
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.attention needs a GPU")
     content: dict[str, Any] = {"dtype": "bfloat16", "policy": sharpmax.PAPER.to_dict()}
-    if arguments.sweep:
-        content["sweep"] = sweep(list(itertools.product(arguments.widths, (True, False))))
+    if arguments.recorded:
+        content["recorded"] = recorded(arguments.recorded)
     else:
-        content["results"] = [
-            speed(shape, causal, deviation_for(shape[2]), quick, flex)
-            for shape in (SHAPES[:1] if quick else SHAPES)
-            for causal in (False, True)
-        ]
-        content["standard_normal"] = [] if quick else [speed(SHAPES[0], True, 1.0, quick, flex)]
+        shapes = (MAIN,) if quick else SHAPES
+        content["results"] = [gaussian(shape, causal, quick, flex) for shape in shapes for causal in (False, True)]
+        content["standard_normal"] = [] if quick else [gaussian(MAIN, True, quick, False, 1.0)]
+        content["long"] = [] if quick else [long(shape) for shape in LONG]
         content["accuracy"] = [accuracy(causal, torch.bfloat16) for causal in ((True,) if quick else (False, True))]
     content["provenance"] = provenance(["python", "-m", "benchmarks.attention", *sys.argv[1:]])
     content = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN

@@ -278,7 +278,8 @@ def test_tiles_of_a_bounded_band(kernel: Any, monkeypatch: pytest.MonkeyPatch) -
         full, banded = (
             tiles_module.tiles_for(kernel, width, torch.bfloat16, torch.device("cpu"), b) for b in (False, True)
         )
-        assert (full != banded) == (kernel in ("stats", "attend") and 64 < width <= 128)
+        limit = 64 if width <= 64 else 128 if width <= 128 else 256
+        assert (full != banded) == ((kernel, limit) in tiles_module.LARGE_BANDED)
 
 
 @pytest.mark.parametrize("device", [DEVICE])

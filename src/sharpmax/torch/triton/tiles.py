@@ -28,16 +28,20 @@ class Tiles(NamedTuple):
 LIKE: dict[Kernel, Kernel] = {"beta": "query", "stats query": "query", "stats key": "key"}
 # By kernel, then by the largest head size served; for two-byte types with 200 KB of shared memory or more (Hopper).
 LARGE: dict[Kernel, dict[int, Tiles]] = {
-    "stats": {64: Tiles(128, 128, 8, 3, True), 128: Tiles(128, 128, 8, 2, True), 256: Tiles(128, 64, 8, 2, True)},
-    "attend": {64: Tiles(128, 64, 4, 3, True), 128: Tiles(128, 64, 4, 2, True), 256: Tiles(128, 32, 8, 2, True)},
-    "query": {64: Tiles(128, 64, 8, 3, True), 128: Tiles(64, 64, 4, 2, True), 256: Tiles(64, 32, 8, 2, True)},
-    "key": {64: Tiles(64, 128, 8, 2, True), 128: Tiles(32, 64, 4, 3, True), 256: Tiles(32, 64, 8, 1)},
-    "stats query": {64: Tiles(128, 64, 8, 3, True), 128: Tiles(128, 64, 4, 3, True), 256: Tiles(64, 32, 8, 2, True)},
-    "stats key": {64: Tiles(64, 128, 8, 2, True), 128: Tiles(128, 64, 4, 2, True), 256: Tiles(32, 64, 8, 1)},
+    "stats": {64: Tiles(128, 128, 8, 3, True), 128: Tiles(128, 128, 8, 2, True), 256: Tiles(128, 64, 8, 1, True)},
+    "attend": {64: Tiles(64, 128, 4, 2, True), 128: Tiles(128, 64, 4, 2, True), 256: Tiles(64, 128, 4, 1, True)},
+    "beta": {64: Tiles(64, 64, 4, 3, True), 128: Tiles(64, 64, 4, 2, True), 256: Tiles(64, 64, 4, 1, True)},
+    "query": {64: Tiles(64, 64, 4, 3, True), 128: Tiles(64, 64, 4, 2, True), 256: Tiles(64, 64, 4, 2, True)},
+    "key": {64: Tiles(64, 64, 4, 2, True), 128: Tiles(32, 64, 4, 3, True), 256: Tiles(32, 64, 8, 1)},
+    "stats query": {64: Tiles(64, 64, 4, 3, True), 128: Tiles(128, 64, 4, 3, True), 256: Tiles(64, 64, 4, 2, True)},
+    "stats key": {64: Tiles(128, 64, 4, 2, True), 128: Tiles(128, 64, 4, 2, True), 256: Tiles(64, 64, 4, 2, True)},
 }
 # In place of LARGE where the band is bounded: smaller tiles waste less at its edge.
 LARGE_BANDED: dict[tuple[Kernel, int], Tiles] = {
+    ("stats", 64): Tiles(64, 128, 4, 3, True),
     ("stats", 128): Tiles(64, 128, 4, 3, True),
+    ("stats", 256): Tiles(64, 64, 4, 1, True),
+    ("attend", 64): Tiles(64, 64, 4, 3, True),
     ("attend", 128): Tiles(64, 64, 4, 3, True),
 }
 # The same for less shared memory (Ampere, Ada, AMD).

@@ -1,0 +1,109 @@
+"""Which size of tile each attention kernel likes best, on one GPU: what ``sharpmax.torch.triton.tiles`` was chosen by.
+
+    python -m benchmarks.attention_tiles [--widths 128 64 256] [--out FILE]
+
+bfloat16, 4 x 16 heads x 4,096. Kernels are compiled side by side and timed one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.attention import POLICY, deviation_for, made, milliseconds, statistics
+from sharpmax.core.files import write_text
+from sharpmax.provenance import provenance
+from sharpmax.torch.triton import Tiles, prefill
+
+
+def candidates(kernel: str, width: int) -> list[Tiles]:
+    """Sizes of tiles worth trying: for the backward pass of keys, ``rows`` is what is walked over."""
+    if kernel in ("stats", "attend", "beta"):
+        sizes = [(128, 64, 8), (128, 64, 4), (128, 128, 8), (64, 128, 4), (64, 64, 4)]
+    elif kernel in ("query", "stats query"):
+        sizes = [(128, 64, 8), (128, 64, 4), (64, 64, 4), (128, 32, 8), (128, 128, 8), (64, 128, 4)]
+    else:
+        sizes = [(64, 128, 8), (64, 64, 4), (32, 64, 4), (32, 128, 8), (128, 128, 8), (64, 128, 4), (128, 64, 4)]
+    stages = (2, 3, 4) if kernel == "stats" or width < 128 else (2, 3)
+    wide = [size for size in sizes if width <= 128 or size[0] * size[1] <= 64 * 128]
+    return [Tiles(*size, n, True) for size in wide for n in ((1, 2) if width > 128 else stages)]
+
+
+SWEPT = ("stats", "attend", "beta", "query", "key", "stats query", "stats key")
+Candidate = tuple[str, int, bool, Tiles]
+
+
+def sweep_runs(width: int, causal: bool, shape: tuple[int, int, int]) -> dict[str, Callable[[Tiles], Any]]:
+    """Every kernel as a function of its tiles, the backward ones beside their fellow with its usual tiles."""
+    x = made((*shape, width), causal, deviation_for(4096), torch.bfloat16)
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    stats, beta, _ = statistics(x, scaled_query=True)
+    out, lse = prefill.attend(q, k, v, beta, x.geometry)
+    grads: dict[str, Any] = {"row_max": stats[0], "grad_sum": beta, "grad_moment": beta}
+    given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": x.do, "row_max": stats[0]}
+    both = given | grads | {"delta": beta}
+    scaled: dict[str, Any] = {
+        "row_max": stats[0], "row_sum": stats[1], "row_moment": stats[2], "lowered": POLICY, "grad_scaled": x.do,
+    }  # fmt: skip
+    return {
+        "stats": lambda t: statistics(x, scaled_query=True, config=t),
+        "attend": lambda t: prefill.attend(q, k, v, beta, x.geometry, config=t),
+        "beta": lambda t: prefill.beta_gradient(q, k, v, beta, x.geometry, **given, config=t),
+        "query": lambda t: prefill.backward(q, k, v, beta, x.geometry, **both, config=(t, None)),
+        "key": lambda t: prefill.backward(q, k, v, beta, x.geometry, **both, config=(None, t)),
+        "stats query": lambda t: prefill.backward(q, k, None, beta, x.geometry, **scaled, config=(t, None)),
+        "stats key": lambda t: prefill.backward(q, k, None, beta, x.geometry, **scaled, config=(None, t)),
+    }
+
+
+def compiled(candidate: Candidate) -> None:
+    """Fill Triton's cache on disk; what does not fit the card is found out when it is timed."""
+    kernel, width, causal, tiles = candidate
+    with contextlib.suppress(triton.runtime.errors.OutOfResources, RuntimeError):
+        sweep_runs(width, causal, (1, 16, 512))[kernel](tiles)
+
+
+def sweep(modes: list[tuple[int, bool]]) -> list[dict[str, Any]]:
+    """The time of every kernel at every size of tile; compiled side by side, timed one by one."""
+    every = [(kernel, *mode, tiles) for mode in modes for kernel in SWEPT for tiles in candidates(kernel, mode[0])]
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compiled, every))
+    found, runs = [], {mode: sweep_runs(*mode, (4, 16, 4096)) for mode in modes}
+    for kernel, width, causal, tiles in every:
+        try:
+            time: Any = round(milliseconds(lambda: runs[width, causal][kernel](tiles), True), 4)  # noqa: B023
+        except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
+            time = str(error).splitlines()[0][:120]
+        found.append({"kernel": kernel, "width": width, "causal": causal, "tiles": list(tiles), "ms": time})
+        print(f"  {kernel:11} {width} {'causal' if causal else 'full'} {tuple(tiles)} {time}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="*", default=[128, 64, 256], help="head sizes")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_tiles_cuda.json")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.attention_tiles needs a GPU")
+    content = {
+        "sweep": sweep(list(itertools.product(arguments.widths, (True, False)))),
+        "provenance": provenance(["python", "-m", "benchmarks.attention_tiles", *sys.argv[1:]]),
+    }
+    write_text(arguments.out, json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
