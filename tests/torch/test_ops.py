@@ -44,9 +44,9 @@ def stats_arguments(
 ) -> tuple[Any, ...]:
     if kind == "packed":
         (q, k, _), starts = packed(dtype)
-        return q, k, None, None, *starts, *geometry, with_min, "streaming"
+        return q, k, None, None, *starts, geometry.numbers, with_min, "streaming"
     q, k, _ = tensors(dtype)
-    return q, k, *masks(kind, dtype), None, None, *geometry, with_min, "streaming"
+    return q, k, *masks(kind, dtype), None, None, geometry.numbers, with_min, "streaming"
 
 
 def attend_arguments(
@@ -60,7 +60,7 @@ def attend_arguments(
         q, k, v = tensors(dtype)
     beta = (1 + torch.rand(q.shape[:-1], dtype=dtype)).requires_grad_()
     row_max = torch.zeros(q.shape[:-1], dtype=dtype)
-    return q, k, v, beta, row_max, *masks(kind, dtype), *starts, seed, *geometry, dropout, "streaming"
+    return q, k, v, beta, row_max, *masks(kind, dtype), *starts, seed, geometry.numbers, dropout, "streaming"
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "lengths", "packed"])
@@ -83,14 +83,22 @@ def test_opcheck_of_the_backward_operators_streaming(kind: str, dtype: torch.dty
     bare = [x.detach() if isinstance(x, Tensor) else x for x in stats_arguments(kind, geometry, False, dtype)]
     top, total, moment, *_ = ops.row_stats(*bare)
     need_mask = kind == "bias"
-    arguments = (*bare[:6], top, torch.randn_like(total), torch.randn_like(moment), *geometry, need_mask, "streaming")
+    arguments = (
+        *bare[:6],
+        top,
+        torch.randn_like(total),
+        torch.randn_like(moment),
+        geometry.numbers,
+        need_mask,
+        "streaming",
+    )
     torch.library.opcheck(ops.row_stats_backward, arguments)
     bare = [x.detach() if isinstance(x, Tensor) else x for x in attend_arguments(kind, geometry, 0.0, dtype)]
     bare[3] = bare[3].float()
     out, lse = ops.attend(*bare)
     results = (out, lse, torch.randn_like(out))
     for need_beta in (False, True):
-        arguments = (*bare[:10], *results, *geometry, 0.0, need_beta, need_mask, "streaming")
+        arguments = (*bare[:10], *results, geometry.numbers, 0.0, need_beta, need_mask, "streaming")
         torch.library.opcheck(ops.attend_backward, arguments)
 
 
@@ -184,7 +192,7 @@ DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 def numbers(policy: Any) -> Any:
     form = lowered(policy)
     assert isinstance(form, Lowered)
-    return fused.policy_numbers(form, isinstance(policy, Detached))
+    return fused.policy_numbers(form), isinstance(policy, Detached)
 
 
 def policy_call(kind: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Geometry, Any]:
@@ -224,7 +232,7 @@ def test_operators_with_a_policy_inside_match_the_reference(policy: str, kind: s
     scaled = q * beta[..., None]
     out = reference.attend(q, k, v, beta, geometry, mask=given[0], key_lengths=given[1])
 
-    found = fused.sharpened_query(*leaves[:2], *given, *geometry, *numbers(rule))
+    found = fused.sharpened_query(*leaves[:2], *given, geometry.numbers, *numbers(rule))
     assert found[0].dtype == dtype
     assert [x.requires_grad for x in found] == [True] + 5 * [False]
     agree(found[0].detach(), scaled.detach(), tolerance, "scaled query")
@@ -235,7 +243,7 @@ def test_operators_with_a_policy_inside_match_the_reference(policy: str, kind: s
     for name, a, b in zip(("dq", "dk"), got, expected, strict=True):
         agree(a, b, tolerance, f"{name} of the scaled query")
 
-    whole = fused.adaptive_attention(*leaves, *given, None, *geometry, *numbers(rule), 0.0)
+    whole = fused.adaptive_attention(*leaves, *given, None, geometry.numbers, *numbers(rule), 0.0)
     assert [x.requires_grad for x in whole] == [True] + 5 * [False]
     agree(whole[0].detach(), out.detach(), tolerance, "output")
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(whole[0])
@@ -250,8 +258,8 @@ def test_opcheck_with_a_policy_inside(policy: str, kind: str) -> None:
     pytest.importorskip("triton")
     leaves, geometry, given = policy_call(kind)
     rule = numbers(POLICIES[policy])
-    torch.library.opcheck(fused.sharpened_query, (*leaves[:2], *given, *geometry, *rule))
-    torch.library.opcheck(fused.adaptive_attention, (*leaves, *given, None, *geometry, *rule, 0.0))
+    torch.library.opcheck(fused.sharpened_query, (*leaves[:2], *given, geometry.numbers, *rule))
+    torch.library.opcheck(fused.adaptive_attention, (*leaves, *given, None, geometry.numbers, *rule, 0.0))
 
 
 def test_opcheck_of_the_backward_with_a_policy_inside() -> None:
@@ -259,12 +267,12 @@ def test_opcheck_of_the_backward_with_a_policy_inside() -> None:
     leaves, geometry, given = policy_call("lengths")
     q, k, v = (x.detach() for x in leaves)
     rule = numbers(sharpmax.PAPER)
-    scaled, top, total, moment, _, beta = fused.sharpened_query(q, k, *given, *geometry, *rule)
+    scaled, top, total, moment, _, beta = fused.sharpened_query(q, k, *given, geometry.numbers, *rule)
     stats = (q, k, top, total, moment)
     for saved in ((*given, *stats), (None,) * 7):
-        torch.library.opcheck(fused.sharpened_query_backward, (scaled, beta, *saved, *geometry, *rule[:-1]))
-    results = fused.adaptive_attention(q, k, v, *given, None, *geometry, *rule, 0.0)
-    arguments = (q, k, v, *given, None, *results, torch.ones_like(results[0]), *geometry, *rule, 0.0)
+        torch.library.opcheck(fused.sharpened_query_backward, (scaled, beta, *saved, geometry.numbers, *rule[:-1]))
+    results = fused.adaptive_attention(q, k, v, *given, None, geometry.numbers, *rule, 0.0)
+    arguments = (q, k, v, *given, None, *results, torch.ones_like(results[0]), geometry.numbers, *rule, 0.0)
     torch.library.opcheck(fused.adaptive_attention_backward, arguments)
 
 
@@ -279,11 +287,11 @@ def test_without_gradient_of_beta_no_kernel_goes_over_the_keys_backward(
         monkeypatch.setattr(triton, name, lambda *a, **k: pytest.fail("beta has no gradient"))
     leaves, geometry, given = policy_call("causal")
     rule = numbers(POLICIES[policy])
-    fused.adaptive_attention(*leaves, *given, None, *geometry, *rule, 0.0)[0].sum().backward()
+    fused.adaptive_attention(*leaves, *given, None, geometry.numbers, *rule, 0.0)[0].sum().backward()
     monkeypatch.setattr(triton, "backward", lambda *a, **k: pytest.fail("the statistics have no gradient"))
     for x in leaves:
         x.grad = None
-    fused.sharpened_query(*leaves[:2], *given, *geometry, *rule)[0].sum().backward()
+    fused.sharpened_query(*leaves[:2], *given, geometry.numbers, *rule)[0].sum().backward()
     assert leaves[0].grad is not None
     assert leaves[1].grad is None
 
@@ -294,8 +302,8 @@ def test_batched_cotangents_with_a_policy_inside(policy: str) -> None:
     leaves, geometry, given = policy_call("boolean")
     rule = numbers(POLICIES[policy])
     for output, inputs in (
-        (fused.sharpened_query(*leaves[:2], *given, *geometry, *rule)[0], leaves[:1]),
-        (fused.adaptive_attention(*leaves, *given, None, *geometry, *rule, 0.0)[0], leaves),
+        (fused.sharpened_query(*leaves[:2], *given, geometry.numbers, *rule)[0], leaves[:1]),
+        (fused.adaptive_attention(*leaves, *given, None, geometry.numbers, *rule, 0.0)[0], leaves),
     ):
         g = torch.randn(2, *output.shape, device=DEVICE)
         together = torch.autograd.grad(output, inputs, g, is_grads_batched=True, retain_graph=True)

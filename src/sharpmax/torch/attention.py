@@ -256,7 +256,7 @@ def _statistics(inputs: Inputs, impl: str, with_min: bool) -> RowStats:
         return reference.row_stats(q, k, geometry, mask=masks[0], key_lengths=masks[1], with_min=with_min)
     if impl == "stock":
         impl = "streaming" if _triton_refusal(inputs, None) else "triton"
-    top, total, moment, lowest, count = ops.row_stats(q, k, *masks, None, None, *geometry, with_min, impl)
+    top, total, moment, lowest, count = ops.row_stats(q, k, *masks, None, None, geometry.numbers, with_min, impl)
     return RowStats(top, total, moment, lowest if with_min else None, count)
 
 
@@ -276,7 +276,7 @@ def _with_policy_inside(inputs: Inputs, policy: Policy, impl: str, dropout_p: fl
     numbers = lowered(policy)
     assert v is not None
     assert numbers is not None
-    given = (*geometry, *fused.policy_numbers(numbers, isinstance(policy, Detached)))
+    given = (geometry.numbers, fused.policy_numbers(numbers), isinstance(policy, Detached))
     if impl == "stock":
         return _stock(inputs, fused.sharpened_query(q, k, mask, key_lengths, *given)[0], dropout_p)
     return fused.adaptive_attention(q, k, v, mask, key_lengths, _seed(dropout_p), *given, float(dropout_p))[0]
@@ -298,7 +298,8 @@ def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor, impl: str, dropout_p:
             return _stock(inputs, (q * beta[..., None]).to(q.dtype), dropout_p)
         impl = "streaming"
     return ops.attend(
-        q, k, v, beta, row_max, mask, key_lengths, None, None, _seed(dropout_p), *geometry, float(dropout_p), impl
+        q, k, v, beta, row_max, mask, key_lengths, None, None, _seed(dropout_p), geometry.numbers,
+        float(dropout_p), impl
     )[0]  # fmt: skip
 
 

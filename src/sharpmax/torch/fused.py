@@ -16,15 +16,14 @@ from .geometry import Geometry
 from .ops import empty_output, empty_stats, folded, full_precision, kernels, nothing
 
 
-def policy_numbers(lowered: Lowered, detached: bool) -> tuple[list[float], float, float, float, float, bool, bool]:
-    """A lowered policy as these operators take it; ``detached`` says that beta has no gradient."""
+def policy_numbers(lowered: Lowered) -> list[float]:
+    """A lowered policy as these operators take it: its bounds, whether it is one of the length, its coefficients."""
     variable, coefficients, lo, hi, threshold, floor = lowered
-    return list(coefficients), lo, hi, threshold, floor, variable == "log_count", detached
+    return [lo, hi, threshold, floor, float(variable == "log_count"), *coefficients]
 
 
-def _lowered(
-    coefficients: list[float], lo: float, hi: float, threshold: float, floor: float, log_count: bool
-) -> Lowered:
+def _lowered(numbers: list[float]) -> Lowered:
+    lo, hi, threshold, floor, log_count, *coefficients = numbers
     return Lowered("log_count" if log_count else "entropy", tuple(coefficients), lo, hi, threshold, floor)
 
 
@@ -34,25 +33,16 @@ def sharpened_query(
     k: Tensor,
     mask: Tensor | None,
     key_lengths: Tensor | None,
-    scale: float,
-    softcap: float,
-    left: int,
-    right: int,
-    lower_right: bool,
-    coefficients: list[float],
-    lo: float,
-    hi: float,
-    threshold: float,
-    floor: float,
-    log_count: bool,
+    numbers: list[float],
+    policy: list[float],
     detached: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``beta * q`` in the type of ``q``, then maximum, sum, moment, count and beta of every row.
 
     Gradient flows through ``beta * q`` only.
     """
-    geometry = Geometry(scale, softcap, left, right, lower_right)
-    lowered = _lowered(coefficients, lo, hi, threshold, floor, log_count)
+    geometry = Geometry.of(numbers)
+    lowered = _lowered(policy)
     with full_precision(q):
         (top, total, moment, _, count), beta, scaled = kernels().row_stats_and_scaled_query(
             q, k, geometry, lowered, mask=mask, key_lengths=key_lengths
@@ -62,9 +52,8 @@ def sharpened_query(
 
 @sharpened_query.register_fake
 def _sharpened_query_fake(
-    q: Tensor, k: Tensor, mask: Tensor | None, key_lengths: Tensor | None, scale: float, softcap: float, left: int,
-    right: int, lower_right: bool, coefficients: list[float], lo: float, hi: float, threshold: float, floor: float,
-    log_count: bool, detached: bool,
+    q: Tensor, k: Tensor, mask: Tensor | None, key_lengths: Tensor | None, numbers: list[float],
+    policy: list[float], detached: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     top, total, moment, _, count = empty_stats(q, False)
     return q.new_empty(q.shape), top, total, moment, count, torch.empty_like(total)
@@ -81,17 +70,8 @@ def sharpened_query_backward(
     row_max: Tensor | None,
     row_sum: Tensor | None,
     row_moment: Tensor | None,
-    scale: float,
-    softcap: float,
-    left: int,
-    right: int,
-    lower_right: bool,
-    coefficients: list[float],
-    lo: float,
-    hi: float,
-    threshold: float,
-    floor: float,
-    log_count: bool,
+    numbers: list[float],
+    policy: list[float],
 ) -> tuple[Tensor, Tensor]:
     """The gradients of query and key; without ``q``, ``k`` and their statistics, those of a beta that is a constant."""
     with full_precision(grad_scaled):
@@ -99,8 +79,8 @@ def sharpened_query_backward(
             dq = grad_scaled.new_empty(grad_scaled.shape)
             return torch.mul(grad_scaled, beta[..., None], out=dq), nothing(dq)
         dq, dk, _, _ = kernels().backward(
-            q, k, None, beta, Geometry(scale, softcap, left, right, lower_right), row_max=row_max, row_sum=row_sum,
-            row_moment=row_moment, lowered=_lowered(coefficients, lo, hi, threshold, floor, log_count),
+            q, k, None, beta, Geometry.of(numbers), row_max=row_max, row_sum=row_sum,
+            row_moment=row_moment, lowered=_lowered(policy),
             grad_scaled=grad_scaled, mask=mask, key_lengths=key_lengths,
         )  # fmt: skip
     return dq, dk
@@ -109,24 +89,26 @@ def sharpened_query_backward(
 @sharpened_query_backward.register_fake
 def _sharpened_query_backward_fake(
     grad_scaled: Tensor, beta: Tensor, mask: Tensor | None, key_lengths: Tensor | None, q: Tensor | None,
-    k: Tensor | None, row_max: Tensor | None, row_sum: Tensor | None, row_moment: Tensor | None, scale: float,
-    softcap: float, left: int, right: int, lower_right: bool, coefficients: list[float], lo: float, hi: float,
-    threshold: float, floor: float, log_count: bool,
+    k: Tensor | None, row_max: Tensor | None, row_sum: Tensor | None, row_moment: Tensor | None,
+    numbers: list[float], policy: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return grad_scaled.new_empty(grad_scaled.shape), nothing(grad_scaled) if k is None else k.new_empty(k.shape)
 
 
 def _keep_sharpened(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, mask, key_lengths, *ctx.numbers, ctx.detached = inputs
+    q, k, mask, key_lengths, ctx.numbers, ctx.policy, detached = inputs
     _, top, total, moment, count, beta = output
-    ctx.constant = ctx.detached or _lowered(*ctx.numbers[5:]).constant
+    ctx.constant = detached or _lowered(ctx.policy).constant
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(beta, *((None,) * 7 if ctx.constant else (mask, key_lengths, q, k, top, total, moment)))
     ctx.mark_non_differentiable(top, total, moment, count, beta)
 
 
-def _sharpened_gradients(ctx: Any, grad_scaled: Tensor, *_: Any) -> Any:
-    dq, dk = sharpened_query_backward(grad_scaled, *ctx.saved_tensors, *ctx.numbers)
-    return dq, None if ctx.constant else dk, *(None,) * 14
+def _sharpened_gradients(ctx: Any, grad_scaled: Tensor | None, *_: Any) -> Any:
+    if grad_scaled is None:
+        return (None,) * 7
+    dq, dk = sharpened_query_backward(grad_scaled, *ctx.saved_tensors, ctx.numbers, ctx.policy)
+    return dq, None if ctx.constant else dk, *(None,) * 5
 
 
 sharpened_query.register_autograd(_sharpened_gradients, setup_context=_keep_sharpened)
@@ -140,17 +122,8 @@ def adaptive_attention(
     mask: Tensor | None,
     key_lengths: Tensor | None,
     seed: Tensor | None,
-    scale: float,
-    softcap: float,
-    left: int,
-    right: int,
-    lower_right: bool,
-    coefficients: list[float],
-    lo: float,
-    hi: float,
-    threshold: float,
-    floor: float,
-    log_count: bool,
+    numbers: list[float],
+    policy: list[float],
     detached: bool,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -158,8 +131,8 @@ def adaptive_attention(
 
     Gradient flows through the output only.
     """
-    geometry = Geometry(scale, softcap, left, right, lower_right)
-    lowered = _lowered(coefficients, lo, hi, threshold, floor, log_count)
+    geometry = Geometry.of(numbers)
+    lowered = _lowered(policy)
     masks: dict[str, Any] = {"mask": mask, "key_lengths": key_lengths}
     with full_precision(q):
         (top, total, moment, _, _), beta, _ = kernels().row_stats_and_scaled_query(
@@ -174,8 +147,7 @@ def adaptive_attention(
 @adaptive_attention.register_fake
 def _adaptive_attention_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None,
-    scale: float, softcap: float, left: int, right: int, lower_right: bool, coefficients: list[float], lo: float,
-    hi: float, threshold: float, floor: float, log_count: bool, detached: bool, dropout_p: float,
+    numbers: list[float], policy: list[float], detached: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     top, total, moment, _, _ = empty_stats(q, False)
     return *empty_output(q, v), top, total, moment, torch.empty_like(total)
@@ -196,23 +168,14 @@ def adaptive_attention_backward(
     row_moment: Tensor,
     beta: Tensor,
     grad_out: Tensor,
-    scale: float,
-    softcap: float,
-    left: int,
-    right: int,
-    lower_right: bool,
-    coefficients: list[float],
-    lo: float,
-    hi: float,
-    threshold: float,
-    floor: float,
-    log_count: bool,
+    numbers: list[float],
+    policy: list[float],
     detached: bool,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value: first that of beta, where it has one, then all the rest at once."""
-    geometry = Geometry(scale, softcap, left, right, lower_right)
-    lowered = _lowered(coefficients, lo, hi, threshold, floor, log_count)
+    geometry = Geometry.of(numbers)
+    lowered = _lowered(policy)
     given: dict[str, Any] = {
         "out": out, "lse": lse, "grad_out": grad_out, "row_max": row_max, "mask": mask, "key_lengths": key_lengths,
         "dropout_p": dropout_p, "seed": 0 if seed is None else int(seed),
@@ -230,20 +193,22 @@ def adaptive_attention_backward(
 def _adaptive_attention_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None,
     out: Tensor, lse: Tensor, row_max: Tensor, row_sum: Tensor, row_moment: Tensor, beta: Tensor, grad_out: Tensor,
-    scale: float, softcap: float, left: int, right: int, lower_right: bool, coefficients: list[float], lo: float,
-    hi: float, threshold: float, floor: float, log_count: bool, detached: bool, dropout_p: float,
+    numbers: list[float], policy: list[float], detached: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep_adaptive(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:6], *output)
-    ctx.numbers = inputs[6:]
+    ctx.rest = inputs[6:]
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _adaptive_gradients(ctx: Any, grad_out: Tensor, *_: Any) -> Any:
-    return *adaptive_attention_backward(*ctx.saved_tensors, grad_out, *ctx.numbers), *(None,) * 16
+def _adaptive_gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
+    if grad_out is None:
+        return (None,) * 10
+    return *adaptive_attention_backward(*ctx.saved_tensors, grad_out, *ctx.rest), *(None,) * 7
 
 
 adaptive_attention.register_autograd(_adaptive_gradients, setup_context=_keep_adaptive)

@@ -20,7 +20,7 @@ ALL = -1
 
 
 class Geometry(NamedTuple):
-    """Plain numbers, which every implementation and every custom operator takes.
+    """Plain numbers, which every implementation takes.
 
     Attributes:
       scale: what the product of query and key is multiplied by.
@@ -34,6 +34,17 @@ class Geometry(NamedTuple):
     left: int = ALL
     right: int = ALL
     lower_right: bool = False
+
+    @property
+    def numbers(self) -> list[float]:
+        """What a custom operator takes: one list, since each argument of an operator costs its calls time."""
+        return [float(x) for x in self]
+
+    @classmethod
+    def of(cls, numbers: list[float]) -> Geometry:
+        """The geometry that has these :attr:`numbers`."""
+        scale, softcap, left, right, lower_right = numbers
+        return cls(scale, softcap, int(left), int(right), bool(lower_right))
 
     @property
     def banded(self) -> bool:

@@ -1,12 +1,9 @@
 """Row statistics and attention with beta as torch operators: visible to ``torch.compile``, differentiable, vmappable.
 
-``sharpmax::row_stats`` and ``sharpmax::attend`` with their backward operators take plain numbers for the
+``sharpmax::row_stats`` and ``sharpmax::attend`` with their backward operators take the numbers of a
 :class:`~sharpmax.torch.geometry.Geometry` and the name of the implementation, ``"streaming"`` or ``"triton"``. Packed
 documents are ``[1, heads, tokens, columns]`` with offsets ``cu_q`` and ``cu_k``. What was not asked for comes back as a
-tensor without elements.
-
-``sharpmax::sharpened_query`` and ``sharpmax::adaptive_attention`` have the policy inside, which must lower to numbers,
-and are served by Triton's kernels alone: fewer passes, and nothing of the policy's own in memory.
+tensor without elements. Operators with a policy inside are in :mod:`~sharpmax.torch.fused`.
 """
 
 from __future__ import annotations
@@ -71,17 +68,13 @@ def row_stats(
     key_lengths: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
-    scale: float,
-    softcap: float,
-    left: int,
-    right: int,
-    lower_right: bool,
+    numbers: list[float],
     with_min: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Maximum, sum, moment, minimum (no elements unless asked for) and count of every row, ``[B, Hq, Lq]``."""
     _check_impl(impl)
-    geometry = Geometry(scale, softcap, left, right, lower_right)
+    geometry = Geometry.of(numbers)
     with full_precision(q):
         if impl == "triton":
             found = kernels().row_stats(
@@ -111,7 +104,7 @@ def empty_stats(q: Tensor, with_min: bool) -> Stats:
 @row_stats.register_fake
 def _row_stats_fake(
     q: Tensor, k: Tensor, mask: Tensor | None, key_lengths: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None,
-    scale: float, softcap: float, left: int, right: int, lower_right: bool, with_min: bool, impl: str,
+    numbers: list[float], with_min: bool, impl: str,
 ) -> Stats:  # fmt: skip
     return empty_stats(q, with_min)
 
@@ -127,17 +120,13 @@ def row_stats_backward(
     row_max: Tensor,
     grad_sum: Tensor,
     grad_moment: Tensor,
-    scale: float,
-    softcap: float,
-    left: int,
-    right: int,
-    lower_right: bool,
+    numbers: list[float],
     need_mask: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and mask (no elements unless asked for)."""
     _check_impl(impl)
-    geometry = Geometry(scale, softcap, left, right, lower_right)
+    geometry = Geometry.of(numbers)
     with full_precision(q):
         if impl == "triton":
             dq, dk, _, _ = kernels().backward(
@@ -177,26 +166,28 @@ def _mask_like(mask: Tensor | None, need_mask: bool, q: Tensor) -> Tensor:
 @row_stats_backward.register_fake
 def _row_stats_backward_fake(
     q: Tensor, k: Tensor, mask: Tensor | None, key_lengths: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None,
-    row_max: Tensor, grad_sum: Tensor, grad_moment: Tensor, scale: float, softcap: float, left: int, right: int,
-    lower_right: bool, need_mask: bool, impl: str,
+    row_max: Tensor, grad_sum: Tensor, grad_moment: Tensor, numbers: list[float], need_mask: bool, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), _mask_like(mask, need_mask, q)
 
 
 def _keep_stats(ctx: Any, inputs: tuple[Any, ...], output: Stats) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:6], output[0])
-    ctx.numbers, ctx.impl = inputs[6:11], inputs[12]
+    ctx.numbers, _, ctx.impl = inputs[6:]
     ctx.mark_non_differentiable(output[0], output[3], output[4])
 
 
 def _stats_gradients(ctx: Any, _: Any, grad_sum: Tensor | None, grad_moment: Tensor | None, *rest: Any) -> Any:
+    if grad_sum is None and grad_moment is None:
+        return (None,) * 9
     q, k, mask, key_lengths, cu_q, cu_k, row_max = ctx.saved_tensors
     grad_sum, grad_moment = (torch.zeros_like(row_max) if g is None else g for g in (grad_sum, grad_moment))
     need_mask = ctx.needs_input_grad[2]
     dq, dk, dmask = row_stats_backward(
-        q, k, mask, key_lengths, cu_q, cu_k, row_max, grad_sum, grad_moment, *ctx.numbers, need_mask, ctx.impl
+        q, k, mask, key_lengths, cu_q, cu_k, row_max, grad_sum, grad_moment, ctx.numbers, need_mask, ctx.impl
     )
-    return dq, dk, dmask if need_mask else None, *(None,) * 10
+    return dq, dk, dmask if need_mask else None, *(None,) * 6
 
 
 row_stats.register_autograd(_stats_gradients, setup_context=_keep_stats)
@@ -219,17 +210,13 @@ def attend(
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     seed: Tensor | None,
-    scale: float,
-    softcap: float,
-    left: int,
-    right: int,
-    lower_right: bool,
+    numbers: list[float],
     dropout_p: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(beta * z) v`` and ``logsumexp(beta * z)``; ``row_max`` (of the statistics) serves the backward."""
     _check_impl(impl)
-    geometry = Geometry(scale, softcap, left, right, lower_right)
+    geometry = Geometry.of(numbers)
     drop: dict[str, Any] = {"dropout_p": dropout_p, "seed": 0 if seed is None else int(seed)}
     with full_precision(q):
         if impl == "triton":
@@ -256,8 +243,7 @@ def empty_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 @attend.register_fake
 def _attend_fake(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, row_max: Tensor, mask: Tensor | None, key_lengths: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None, scale: float, softcap: float, left: int, right: int,
-    lower_right: bool, dropout_p: float, impl: str,
+    cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None, numbers: list[float], dropout_p: float, impl: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return empty_output(q, v)
 
@@ -277,11 +263,7 @@ def attend_backward(
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
-    scale: float,
-    softcap: float,
-    left: int,
-    right: int,
-    lower_right: bool,
+    numbers: list[float],
     dropout_p: float,
     need_beta: bool,
     need_mask: bool,
@@ -289,7 +271,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value, beta and mask (the last two without elements unless asked for)."""
     _check_impl(impl)
-    geometry = Geometry(scale, softcap, left, right, lower_right)
+    geometry = Geometry.of(numbers)
     drop: dict[str, Any] = {"dropout_p": dropout_p, "seed": 0 if seed is None else int(seed)}
     with full_precision(q):
         if impl == "triton":
@@ -323,7 +305,7 @@ def attend_backward(
 def _attend_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, row_max: Tensor, mask: Tensor | None, key_lengths: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, grad_out: Tensor,
-    scale: float, softcap: float, left: int, right: int, lower_right: bool, dropout_p: float, need_beta: bool,
+    numbers: list[float], dropout_p: float, need_beta: bool,
     need_mask: bool, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -331,19 +313,22 @@ def _attend_backward_fake(
 
 
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:10], *output)
-    ctx.numbers, ctx.impl = inputs[10:16], inputs[16]
+    ctx.numbers, ctx.dropout_p, ctx.impl = inputs[10:]
     ctx.mark_non_differentiable(output[1])
 
 
-def _attend_gradients(ctx: Any, grad_out: Tensor, _: Any) -> Any:
+def _attend_gradients(ctx: Any, grad_out: Tensor | None, _: Any) -> Any:
+    if grad_out is None:
+        return (None,) * 13
     *tensors, out, lse = ctx.saved_tensors
     need_beta, need_mask = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
     dq, dk, dv, d_beta, dmask = attend_backward(
-        *tensors, out, lse, grad_out, *ctx.numbers, need_beta, need_mask, ctx.impl
+        *tensors, out, lse, grad_out, ctx.numbers, ctx.dropout_p, need_beta, need_mask, ctx.impl
     )
     d_beta = d_beta.to(tensors[3].dtype) if need_beta else None
-    return dq, dk, dv, d_beta, None, dmask if need_mask else None, *(None,) * 11
+    return dq, dk, dv, d_beta, None, dmask if need_mask else None, *(None,) * 7
 
 
 attend.register_autograd(_attend_gradients, setup_context=_keep_attend)

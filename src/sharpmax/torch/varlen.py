@@ -61,12 +61,12 @@ def varlen_attention(
     starts = tuple(x.to(device=q.device, dtype=torch.int32) for x in (cu_seqlens_q, cu_seqlens_k))
     with torch.autocast(device_type=q.device.type, enabled=False):
         with_min = needs_spread(policy)
-        top, total, moment, lowest, count = ops.row_stats(q, k, None, None, *starts, *geometry, with_min, chosen)
+        top, total, moment, lowest, count = ops.row_stats(q, k, None, None, *starts, geometry.numbers, with_min, chosen)
         stats = RowStats(top, total, moment, lowest if with_min else None, count)
         beta = row_betas(policy, stats)
         seed = torch.randint(1 << 31, ()) if dropout_p > 0 else None
         out, _ = ops.attend(
-            q, k, v, beta, top, None, None, *starts, seed, *geometry, float(dropout_p), chosen
+            q, k, v, beta, top, None, None, *starts, seed, geometry.numbers, float(dropout_p), chosen
         )  # fmt: skip
     output = out[0].transpose(0, 1)
     if not return_stats:
