@@ -1,6 +1,6 @@
 """Attention with adaptive temperature on a GPU, against stock attention and a literal Figure 4, in speed and in error.
 
-    python -m benchmarks.attention [--quick] [--flex] [--recorded FILE] [--out FILE]
+    python -m benchmarks.attention [--quick] [--flex] [--lengths N ...] [--recorded FILE] [--out FILE]
 
 Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured. ``impl="stock"``: a kernel gives statistics,
 beta and ``beta * q``, and stock attention (cuDNN) does the rest. ``impl="triton"``: a kernel gives the statistics and
@@ -343,6 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, causal and full, short timings")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation is slow")
+    parser.add_argument("--lengths", type=int, nargs="*", help="these lengths, and nothing else")
     parser.add_argument("--recorded", type=Path, help="q, k and v of a real model, and nothing else")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_cuda.json")
     arguments = parser.parse_args()
@@ -353,11 +354,13 @@ def main() -> None:
     if arguments.recorded:
         content["recorded"] = recorded(arguments.recorded)
     else:
-        shapes = (MAIN,) if quick else SHAPES
+        lengths = arguments.lengths or ([MAIN[2]] if quick else [shape[2] for shape in SHAPES])
+        shapes = [shape for shape in SHAPES if shape[2] in lengths]
         content["results"] = [gaussian(shape, causal, quick, flex) for shape in shapes for causal in (False, True)]
-        content["standard_normal"] = [] if quick else [gaussian(MAIN, True, quick, False, 1.0)]
-        content["long"] = [] if quick else [long(shape) for shape in LONG]
-        content["accuracy"] = [accuracy(causal, torch.bfloat16) for causal in ((True,) if quick else (False, True))]
+        if not arguments.lengths:
+            content["standard_normal"] = [] if quick else [gaussian(MAIN, True, quick, False, 1.0)]
+            content["long"] = [] if quick else [long(shape) for shape in LONG]
+            content["accuracy"] = [accuracy(causal, torch.bfloat16) for causal in ((True,) if quick else (False, True))]
     content["provenance"] = provenance(["python", "-m", "benchmarks.attention", *sys.argv[1:]])
     content = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
     write_text(arguments.out, json.dumps(content, indent=2) + "\n")
