@@ -8,8 +8,8 @@ and register it::
 
 An attention backend is one of these: with scale 1, ``q = 1`` and ``k = logits`` in the first of the head's dimensions
 (zeros in the others), attention of one query has the case's row of logits; ``v = identity`` gives its weights, and
-``v = cotangent`` an output whose gradient with respect to ``k`` is the case's gradient. Statistics that it does not
-return are left out of the result.
+``v = cotangent`` an output whose gradient with respect to ``k`` is the case's gradient. What the case masks, by
+whatever means, the attention mask hides. Statistics that it does not return are left out of the result.
 
 ``takes`` says which cases it serves, given their JSON form; compiled ones take few shapes. ``group`` names cases that
 should run together in one test because they share a compilation; a failure still names its case.
@@ -31,6 +31,9 @@ import torch
 
 from sharpmax import RowStats, adaptive_temperature_softmax, row_stats
 from sharpmax.core.policies import policy_from_dict
+from sharpmax.torch import row_stats as torch_row_stats
+from sharpmax.torch import scaled_dot_product_attention
+from sharpmax.torch.attention import LARGEST_HEAD
 
 from .cases import Case, raw_cases
 from .recipes import DTYPES
@@ -230,6 +233,57 @@ def torch_compiled(case: Case) -> Result:
 @register("torch-cuda", gpu="torch")
 def torch_cuda(case: Case) -> Result:
     return _torch_autograd(case, "cuda")
+
+
+def _attends(row: dict[str, Any]) -> bool:
+    """Rows that are as many columns of a head; no product gives an infinite logit, which the extremes are next to."""
+    return 0 < length(row) <= LARGEST_HEAD and "extremes" not in row["id"]
+
+
+def _torch_attention(case: Case, device: str, impl: str) -> Result:
+    x, _, cotangent = _torch_inputs(case, device)
+    kept = torch.tensor(case.kept, device=device)
+    key = torch.zeros(1, 1, case.n, 16, dtype=x.dtype, device=device)
+    key[..., 0] = torch.where(kept, x, 0)
+    key.requires_grad_(True)
+    query = torch.zeros(1, 1, 1, 16, dtype=x.dtype, device=device)
+    query[..., 0] = 1
+    given: dict[str, Any] = {"attn_mask": kept, "scale": 1.0, "impl": impl}
+    stats = torch_row_stats(query, key, with_min=True, **given)
+    identity = torch.eye(case.n, dtype=x.dtype, device=device)[None, None]
+    found = scaled_dot_product_attention(query, key, identity, policy=policy_of(case), return_stats=True, **given)
+    fields = (field[0, 0, 0] for field in stats if field is not None)
+    row = (RowStats(*fields), found.beta[0, 0, 0], found.output[0, 0, 0])
+    if impl != "reference" and case.id.startswith("offsets/"):
+        return collected(*row)  # backward, weights come from logsumexp, in which an offset of 1e4 leaves fewer digits
+    value = cotangent[None, None, :, None]
+    output = scaled_dot_product_attention(query, key, value, policy=policy_of(case), **given)
+    (gradient,) = torch.autograd.grad(output, key, torch.ones_like(output))
+    return collected(*row, gradient[0, 0, :, 0])
+
+
+@register("torch-attention-reference", takes=_attends)
+def torch_attention_reference(case: Case) -> Result:
+    return _torch_attention(case, "cpu", "reference")
+
+
+@register("torch-attention-streaming", takes=_attends)
+def torch_attention_streaming(case: Case) -> Result:
+    return _torch_attention(case, "cpu", "streaming")
+
+
+def _kernels_attend(row: dict[str, Any]) -> bool:
+    return _attends(row) and row["policy"]["kind"] != "Hard" and row["dtype"] != "float64"
+
+
+@register("torch-attention-triton", gpu="torch", takes=_kernels_attend)
+def torch_attention_triton(case: Case) -> Result:
+    return _torch_attention(case, "cuda", "triton")
+
+
+@register("torch-attention-streaming-cuda", gpu="torch", takes=_attends)
+def torch_attention_streaming_cuda(case: Case) -> Result:
+    return _torch_attention(case, "cuda", "streaming")
 
 
 # ----------------------------------------------------------------------------------------------------------------
