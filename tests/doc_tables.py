@@ -58,31 +58,71 @@ def training_speed() -> str:
     return markdown(["", "the paper's listing", "sharpmax, one head", "ten heads together"], lines)
 
 
+MAIN = [4, 16, 4096, 128]
+DIRECTIONS = ("forward", "forward+backward")
+
+
+def shown(time: dict[str, Any]) -> str:
+    """A time and its multiple of cuDNN's."""
+    return "out of memory" if time["ms"] is None else f"{time['ms']:,.2f} ms ({time['ratio_to_cudnn']:.2f}x)"
+
+
 def attention_speed() -> str:
     """Milliseconds on a GPU, as multiples of cuDNN's, forward and forward with backward."""
-    found = load("benchmarks/results/attention_cuda.json")["results"]
-    head, lines = [""], []
-    for case in found:
-        for what in ("forward", "forward+backward"):
-            head.append(f"{'causal' if case['causal'] else 'full'}, {what}")
+    found = [case for case in load("benchmarks/results/attention_cuda.json")["results"] if case["shape"] == MAIN]
+    head = ["", *(f"{'causal' if case['causal'] else 'full'}, {what}" for case in found for what in DIRECTIONS)]
     rows = {
         "cudnn": "torch, cuDNN",
         "flash": "torch, FlashAttention 2",
+        "flex": "torch, FlexAttention",
         "stock": "`stock`",
         "stock detached": "`stock`, policy detached",
         "triton": "`triton`",
+        "triton detached": "`triton`, policy detached",
         "figure 4": "Figure 4, literal",
     }
+    lines = []
     for name, label in rows.items():
-        kind, _, detached = name.rpartition(" ") if name.endswith("detached") else (name, "", "")
+        kind, detached = name.removesuffix(" detached"), name.endswith("detached")
         cells = [label]
         for case in found:
-            for what in ("forward", "forward+backward"):
-                key = f"{kind} {what}" + (", detached" if detached and what != "forward" else "")
-                time = case["times"][key]
-                cells.append(f"{time['ms']:.2f} ms ({time['ratio_to_cudnn']:.2f}x)")
+            for what in DIRECTIONS:
+                cells.append(shown(case["times"][f"{kind} {what}" + ", detached" * (detached and what != "forward")]))
         lines.append(cells)
     return markdown(head, lines)
+
+
+def attention_lengths() -> str:
+    """Times of ``stock`` from 4,096 tokens on, and those of cuDNN and of Figure 4."""
+    found = load("benchmarks/results/attention_cuda.json")
+    lines = []
+    for case in found["results"] + found["long"]:
+        batch, heads, length, width = case["shape"]
+        if length < MAIN[2]:
+            continue
+        times = case["times"]
+        cells = [f"{batch} x {heads} x {length:,} x {width}, {'causal' if case['causal'] else 'full'}"]
+        for what in DIRECTIONS:
+            for name in ("cudnn", "stock", "figure 4"):
+                time = times.get(f"{name} {what}")
+                plain = time is not None and name == "cudnn"
+                cells.append("-" if time is None else f"{time['ms']:,.2f} ms" if plain else shown(time))
+        lines.append(cells)
+    head = [f"{name}, {what}" for what in DIRECTIONS for name in ("cuDNN", "`stock`", "Figure 4")]
+    return markdown(["", *head], lines)
+
+
+def attention_memory() -> str:
+    """The peak of memory beyond inputs, at 131,072 and 1,048,576 tokens."""
+    lines = []
+    for case in load("benchmarks/results/attention_cuda.json")["long"]:
+        batch, heads, length, width = case["shape"]
+        for what in DIRECTIONS:
+            times = [case["times"].get(f"{name} {what}") for name in ("cudnn", "stock", "triton")]
+            if None not in times:
+                cells = [f"{time['peak_mb']:,.0f} MB ({time['returned_mb']:,.0f} returned)" for time in times if time]
+                lines.append([f"{batch} x {heads} x {length:,} x {width}, {what}", *cells])
+    return markdown(["", "cuDNN", "`stock`", "`triton`"], lines)
 
 
 def attention_on_a_cpu() -> str:
@@ -98,11 +138,13 @@ def attention_on_a_cpu() -> str:
 
 def attention_errors() -> str:
     """Errors against float64 as multiples of the peer's, which is stock attention on what it is given."""
-    (case,) = load("benchmarks/results/attention_cuda.json")["accuracy"]
     names = ("output", "dq", "dk", "dv")
     rows = {"stock": "`stock`", "triton": "`triton`", "figure 4": "Figure 4, literal"}
-    ratios = case["ratios_to_peer"]
-    return markdown(["", *names], [[label, *(f"{ratios[path][n]:.2f}" for n in names)] for path, label in rows.items()])
+    lines = []
+    for case in load("benchmarks/results/attention_cuda.json")["accuracy"]:
+        kind, ratios = "causal" if case["causal"] else "full", case["ratios_to_peer"]
+        lines += [[f"{label}, {kind}", *(f"{ratios[path][n]:.2f}" for n in names)] for path, label in rows.items()]
+    return markdown(["", *names], lines)
 
 
 def decode_speed() -> str:
@@ -147,5 +189,12 @@ TABLES = {
         study_table("combined", (16384, 131072), {"softmax": "softmax", "const4": "beta = 4"}),
         training_speed(),
     ],
-    "docs/attention.md": [attention_speed(), attention_errors(), decode_speed(), attention_on_a_cpu()],
+    "docs/attention.md": [
+        attention_speed(),
+        attention_lengths(),
+        attention_memory(),
+        attention_errors(),
+        decode_speed(),
+        attention_on_a_cpu(),
+    ],
 }
