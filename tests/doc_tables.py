@@ -158,6 +158,43 @@ def decode_speed() -> str:
     return markdown(["batch", "keys", "best stock, ms", "sharpmax, ms", "paged, ms"], lines)
 
 
+def attention_ranges(least: int) -> dict[str, str]:
+    """The smallest and the largest multiple of cuDNN's time, from ``least`` tokens on, in the words of the pages."""
+    found = load("benchmarks/results/attention_cuda.json")
+    cases = [case for case in found["results"] + found["long"] if case["shape"][2] >= least]
+    names = {
+        "forward": "stock forward",
+        "backward": "stock forward+backward",
+        "detached": "stock forward+backward, detached",
+    }
+    ranges = {}
+    for what, name in names.items():
+        ratios = [case["times"][name]["ratio_to_cudnn"] for case in cases if name in case["times"]]
+        ranges[what] = f"{min(ratios):.1f} to {max(ratios):.1f}"
+    decode = [case["ratio_to_best_stock"] for case in load("benchmarks/results/decode_cuda.json")["results"]]
+    return ranges | {"decode": f"{min(decode):.2f} to {max(decode):.2f}"}
+
+
+def attention_phrases() -> list[str]:
+    """What the README says of attention's speed."""
+    ranges = attention_ranges(MAIN[2])
+    return [
+        f"the forward pass takes {ranges['forward']} times as long as cuDNN's attention",
+        f"with backward {ranges['backward']} times ({ranges['detached']} without the gradient",
+        f"{ranges['decode']} times the best stock decode",
+    ]
+
+
+def training_phrases() -> list[str]:
+    """What docs/max_retrieval.md says of the time that the whole of it takes on a GPU."""
+    whole = load("benchmarks/results/max_retrieval_cuda.json")["whole"]
+    warm, cold = whole["without_compilation"], whole["with_compilation"]
+    return [
+        f"in {warm['training']} s and Table 1 with {whole['sets']:,} sets takes {warm['table1']} s",
+        f"with it {cold['training']} s and {cold['table1']} s",
+    ]
+
+
 SHORT = {
     "softmax": "softmax",
     "adaptive": "adaptive (`PAPER`)",
@@ -198,3 +235,4 @@ TABLES = {
         attention_on_a_cpu(),
     ],
 }
+PHRASES = {"README.md": attention_phrases(), "docs/max_retrieval.md": training_phrases()}

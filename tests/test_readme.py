@@ -10,22 +10,25 @@ from typing import Any
 
 import pytest
 
-from tests.doc_tables import TABLES
+from tests.doc_tables import PHRASES, TABLES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLES = [code for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)]
+EXAMPLES = {page.name: re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL) for page in PAGES}
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_the_python_examples_run_as_written(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [page for page, examples in EXAMPLES.items() if examples])
+def test_the_python_examples_run_as_written(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, as somebody would who follows the page; what only hints at code is not ``python``."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    names = {"__name__": "example"}
+    for code in EXAMPLES[page]:
+        exec(compile(code, page, "exec"), names)
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 2
+    assert len(EXAMPLES["README.md"]) >= 2
 
 
 def listed() -> dict[str, str]:
@@ -72,6 +75,12 @@ def test_relative_links_lead_somewhere() -> None:
 @pytest.mark.parametrize(("page", "table"), [(page, table) for page, tables in TABLES.items() for table in tables])
 def test_tables_are_those_of_the_result_files(page: str, table: str) -> None:
     assert table in (ROOT / page).read_text(encoding="utf-8"), f"{page} should have\n{table}"
+
+
+@pytest.mark.parametrize(("page", "phrase"), [(page, phrase) for page, found in PHRASES.items() for phrase in found])
+def test_sentences_with_numbers_are_those_of_the_result_files(page: str, phrase: str) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert phrase in text, f"{page} should say: {phrase}"
 
 
 def test_the_speed_table_is_that_of_the_result_file() -> None:
