@@ -450,14 +450,37 @@ def test_with_the_policy_inside_matches_the_composed_way(impl: str, policy: str,
     given = [x.detach().to(DEVICE).requires_grad_() for x in inputs(torch.float32, value_columns=8)]
     call: Any = {"impl": impl, "enable_gqa": True, "is_causal": True, "policy": POLICIES[policy]}
     whole = scaled_dot_product_attention(given[0], given[1], given[2], **call)
-    assert triton_everywhere == ([] if policy == "spread" else [INSIDE[impl]])
+    inside = policy not in ("spread", "log")
+    assert triton_everywhere == [INSIDE[impl]] * inside
     composed = scaled_dot_product_attention(given[0], given[1], given[2], return_stats=True, **call).output
-    assert len(triton_everywhere) == (policy != "spread")
+    assert len(triton_everywhere) == inside
     close(whole, composed, 2e-5, "output")
     g = torch.randn(whole.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     expected = torch.autograd.grad(composed, given, g)
     for name, a, b in zip(("dq", "dk", "dv"), torch.autograd.grad(whole, given, g), expected, strict=True):
         close(a, b, 1e-4, name)
+
+
+@pytest.mark.parametrize("impl", ["reference", "streaming", "triton"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("policy", [sharpmax.Constant(1.7), sharpmax.LogLength.relative(4)], ids=["number", "length"])
+def test_policies_that_read_no_statistics_pay_for_none(
+    impl: str, mask: str, policy: Any, triton_everywhere: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [x.detach().to(DEVICE).requires_grad_() for x in inputs(torch.float32, value_columns=8)]
+    on: Any = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in MASKS[mask].items()}
+    call: Any = {"impl": impl, "enable_gqa": True, "policy": policy, **on}
+    expected = scaled_dot_product_attention(given[0], given[1], given[2], return_stats=True, **call).output
+    needed = isinstance(policy, sharpmax.LogLength) and "attn_mask" in on  # a mask is counted with the statistics
+    if not needed:
+        monkeypatch.setattr(module, "_statistics", lambda *_: pytest.fail("statistics are not needed"))
+    found = scaled_dot_product_attention(given[0], given[1], given[2], **call)
+    assert len(triton_everywhere) == (needed and impl == "triton")
+    close(found, expected.detach(), 1e-6, "output")
+    g = torch.ones_like(found)
+    gradients = (torch.autograd.grad(x, given, g) for x in (found, expected))
+    for name, a, b in zip(("dq", "dk", "dv"), *gradients, strict=True):
+        close(a, b, 1e-6, name)
 
 
 @pytest.mark.parametrize("impl", INSIDE)

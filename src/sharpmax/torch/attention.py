@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -16,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..core.policies import PAPER, Detached, Hard, PerHead, Policy, lowered, needs_spread
 from ..core.stats import RowStats
 from . import fused, ops, reference
+from .blocks import accumulation
 from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked
-from .geometry import ALL
+from .geometry import ALL, visible_counts
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -99,8 +101,11 @@ def scaled_dot_product_attention(
     )  # fmt: skip
     chosen = choose(impl, inputs, policy, may_round=True)
     with torch.autocast(device_type=inputs.q.device.type, enabled=False):
-        if not return_stats and _policy_inside(inputs, policy, chosen):
-            return inputs.restore(_with_policy_inside(inputs, policy, chosen, dropout_p))
+        if not return_stats:
+            if (beta := _beta_without_statistics(inputs, policy)) is not None:
+                return inputs.restore(_attend(inputs, beta, torch.zeros_like(beta), chosen, dropout_p))
+            if _policy_inside(inputs, policy, chosen):
+                return inputs.restore(_with_policy_inside(inputs, policy, chosen, dropout_p))
         stats = _statistics(inputs, chosen, needs_spread(policy))
         beta = row_betas(policy, stats)
         output = _attend(inputs, beta, stats.max, chosen, dropout_p)
@@ -258,6 +263,20 @@ def _statistics(inputs: Inputs, impl: str, with_min: bool) -> RowStats:
         impl = "streaming" if _triton_refusal(inputs, None) else "triton"
     top, total, moment, lowest, count = ops.row_stats(q, k, *masks, None, None, geometry.numbers, with_min, impl)
     return RowStats(top, total, moment, lowest if with_min else None, count)
+
+
+def _beta_without_statistics(inputs: Inputs, policy: Policy) -> Tensor | None:
+    """Beta of a policy that is a number, or one of how many keys a row sees where no mask needs to be counted."""
+    q, k, _, mask, key_lengths, geometry, _ = inputs
+    form = lowered(policy)
+    number = form is not None and len(form.coefficients) == 1 and form.threshold == -math.inf
+    if form is None or not (number or (form.variable == "log_count" and mask is None)):
+        return None
+    rows = torch.arange(q.shape[2], device=q.device)
+    lengths = k.shape[2] if key_lengths is None else key_lengths[:, None, None]
+    count = visible_counts(geometry, rows, q.shape[2], lengths).expand(q.shape[:3])
+    empty = torch.zeros(q.shape[:3], dtype=accumulation(q.dtype), device=q.device)
+    return form(RowStats(empty, empty, empty, None, count))
 
 
 def _policy_inside(inputs: Inputs, policy: Policy, impl: str) -> bool:
