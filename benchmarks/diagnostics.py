@@ -3,8 +3,8 @@
     python -m benchmarks.diagnostics [--models smollm2-135m-instruct gemma-3-270m] [--lengths 256 1024] [--rounds 3]
 
 No logits over the vocabulary are computed in either. The functions run in turn, round after round, and ratios are those
-of their median times. "off" is the model with sharpmax's attention and policy Constant(1), without recording. On a GPU,
-where there is one, bfloat16 is measured.
+of their median times. "off" is the model with sharpmax's attention and policy Constant(1), without recording;
+"record_sample" records a sample of 512 rows. On a GPU, where there is one, bfloat16 is measured.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sharpmax.huggingface.weights import load
 from sharpmax.provenance import provenance
 
 TEXT = Path(__file__).parents[1] / "src" / "sharpmax" / "torch"
+SAMPLE = 512
 Call = Callable[[], Any]
 
 
@@ -47,12 +48,12 @@ def calls(model: Any, ids: Tensor) -> dict[str, Call]:
         with sharpen(model, Constant(1)):
             plain()
 
-    def recorded() -> None:
-        with record(model) as stats:
+    def recorded(sample: int | None = None) -> None:
+        with record(model, sample=sample) as stats:
             plain()
         assert stats.rows
 
-    return {"plain": plain, "off": off, "record": recorded}
+    return {"plain": plain, "off": off, "record": recorded, "record_sample": lambda: recorded(SAMPLE)}
 
 
 def seconds(call: Call, device: str) -> float:
@@ -102,6 +103,7 @@ def main() -> None:
         "dtype": dtype,
         "threads": torch.get_num_threads(),
         "rounds": arguments.rounds,
+        "sample": SAMPLE,
         "results": results,
         "provenance": provenance(["python", "-m", "benchmarks.diagnostics", *sys.argv[1:]]),
     }

@@ -16,7 +16,8 @@ import typer.main
 import sharpmax
 from sharpmax import cli, theory
 from sharpmax.__main__ import main
-from sharpmax.paper import EXHIBITS, check_folder
+from sharpmax.inputs import check_folder
+from sharpmax.paper import EXHIBITS
 from sharpmax.paper.max_retrieval import SHIPPED
 from sharpmax.paper.published import GEMMA_SPREADS
 
@@ -100,7 +101,7 @@ def test_bound_with_numbers_beyond_reading(command):
         (["bound", "--spread"], "--spread"),
         (["bound", "--width", "1"], "--width"),
         (["bound", "extra"], "extra"),
-        (["bounds"], "expected one of bound, fit, train, reproduce"),
+        (["bounds"], "expected one of bound, fit, diagnose, zero-shot, train, models, reproduce"),
         (["--loud"], "--loud"),
         (["reproduce", "fig99"], "got 'fig99'"),
         (["reproduce", "fig99"], "failure, depth, all"),
@@ -297,7 +298,10 @@ def _paths(group, prefix=()):
 
 def test_every_exhibit_has_a_command_and_a_module():
     paths = [list(path) for path in _paths(typer.main.get_command(cli.app))]
-    assert {path[1] for path in paths if len(path) == 2 and path[0] == "reproduce"} == {*EXHIBITS, "all"}
+    assert {path[1] for path in paths if len(path) == 2 and path[0] == "reproduce"} == {
+        *(exhibit.command for exhibit in EXHIBITS.values()),
+        "all",
+    }
     for name in EXHIBITS:
         assert importlib.util.find_spec(f"sharpmax.paper.{name}")
 
@@ -310,7 +314,7 @@ def test_options_of_figure_6_reach_it(command, monkeypatch, tmp_path):
 
 
 def test_the_folder_of_reports_is_not_that_of_the_committed_results():
-    assert cli.DEFAULT_OUT.name == "report"
+    assert cli.groups.DEFAULT_OUT.name == "report"
 
 
 def test_version(command):

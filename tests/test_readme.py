@@ -22,6 +22,10 @@ EXAMPLES = {page.name: re.findall(r"```python\n(.*?)```", page.read_text("utf-8"
 def test_the_python_examples_run_as_written(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, as somebody would who follows the page; what only hints at code is not ``python``."""
     monkeypatch.chdir(tmp_path)
+    if any("weights.load" in code for code in EXAMPLES[page]):
+        weights = pytest.importorskip("sharpmax.huggingface.weights")
+        if "smollm2-135m-instruct" not in weights.available():
+            pytest.skip("the weights of smollm2-135m-instruct are not installed")
     names = {"__name__": "example"}
     for code in EXAMPLES[page]:
         exec(compile(code, page, "exec"), names)

@@ -39,7 +39,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     import typer
 
     from .cli import app
-    from .paper import InputError
+    from .inputs import InputError
 
     # click's UsageError, whether typer carries its own click or uses the installed one.
     usage_error: Any = typer.BadParameter.__bases__[0]

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from sharpmax.paper import InputError, depth
+from sharpmax.inputs import InputError
+from sharpmax.paper import depth
 from sharpmax.paper.stacks import Layer, random_layers, stacked
 
 FEATURES, HEADS = 12, 3

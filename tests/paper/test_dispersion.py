@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import sharpmax
-from sharpmax.paper import InputError, dispersion
+from sharpmax.inputs import InputError
+from sharpmax.paper import dispersion
 
 SMALL = (1, 2, 3, 10, 100, 1000, 20_000)
 

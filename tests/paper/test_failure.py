@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import sharpmax
-from sharpmax.paper import InputError, failure, failure_order
+from sharpmax.inputs import InputError
+from sharpmax.paper import failure, failure_order
 from sharpmax.paper.max_retrieval import Heads, find_heads
 from sharpmax.tasks.max_retrieval.data import Batch
 from sharpmax.tasks.max_retrieval.model import forward

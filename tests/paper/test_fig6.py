@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import sharpmax
-from sharpmax.paper import InputError, fig6, max_retrieval
+from sharpmax.inputs import InputError
+from sharpmax.paper import fig6, max_retrieval
 from sharpmax.paper.figures import render
 from sharpmax.tasks.max_retrieval import Samples
 from sharpmax.tasks.max_retrieval.data import Stream

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from sharpmax.paper import InputError, fig9, max_retrieval
+from sharpmax.inputs import InputError
+from sharpmax.paper import fig9, max_retrieval
 from sharpmax.paper.figures import render
 from sharpmax.tasks.max_retrieval.data import Stream, sample, stream_key
 from sharpmax.tasks.max_retrieval.model import ATTENTION, embed_query, hidden, logits

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import sharpmax
-from sharpmax.paper import InputError, fig2, fig7, heatmaps, max_retrieval
+from sharpmax.inputs import InputError
+from sharpmax.paper import fig2, fig7, heatmaps, max_retrieval
 from sharpmax.tasks.max_retrieval import evaluate
 from sharpmax.tasks.max_retrieval.data import Batch, Stream, sample, stream_key
 from sharpmax.tasks.max_retrieval.evaluation import sample_logits

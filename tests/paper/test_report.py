@@ -18,7 +18,8 @@ import pytest
 from scipy import stats
 
 from sharpmax.core.policies import PAPER, Constant
-from sharpmax.paper import EXHIBITS, InputError, report, table1_views
+from sharpmax.inputs import InputError
+from sharpmax.paper import EXHIBITS, report, table1_views
 from sharpmax.paper.figures import save_exhibit
 from sharpmax.paper.published import TABLE1
 from sharpmax.paper.report import summary
@@ -426,7 +427,7 @@ def test_what_is_missing_is_listed_with_its_command(made: Page, tmp_path: Path) 
     assert page.tables == []
     assert "Table 1 was not made" in page.text
     for exhibit in EXHIBITS.values():
-        assert f"sharpmax reproduce {exhibit.name} --out ." in page.text
+        assert f"sharpmax reproduce {exhibit.command} --out ." in page.text
     assert "Table 1, protocol sharp: sharpmax reproduce table1 --protocol sharp --out ." in page.text
 
 

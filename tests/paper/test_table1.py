@@ -15,7 +15,8 @@ from scipy import stats
 
 import sharpmax
 from sharpmax.__main__ import main
-from sharpmax.paper import InputError, max_retrieval, table1, table1_views
+from sharpmax.inputs import InputError
+from sharpmax.paper import max_retrieval, table1, table1_views
 from sharpmax.paper.published import TABLE1
 from sharpmax.tasks.max_retrieval import PRESETS, Samples, evaluate, load_checkpoint, train
 from sharpmax.tasks.max_retrieval.step import State

@@ -7,44 +7,12 @@ An exhibit's module is imported when it runs, so listing the exhibits costs noth
 from __future__ import annotations
 
 import importlib
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..extras import require
-
-
-class InputError(ValueError):
-    """What the user gave cannot be used: the command line answers with this one sentence and exit code 2."""
-
-
-@contextmanager
-def user_input() -> Iterator[None]:
-    """Around checks of what the user gave: a ValueError inside becomes an :class:`InputError`."""
-    try:
-        yield
-    except ValueError as error:
-        raise InputError(str(error)) from error
-
-
-def check_folder(folder: Path) -> None:
-    """Raise InputError unless files can be written into ``folder``; it is tried, and nothing of that is left."""
-    new: list[Path] = []
-    try:
-        new += [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"expected a folder that files can be written to, got {str(folder)!r}: {reason}") from error
-    finally:
-        for path in new:
-            with suppress(OSError):
-                path.rmdir()
+from ..inputs import check_folder
 
 
 @dataclass(frozen=True)
@@ -55,6 +23,13 @@ class Exhibit:
     description: str
     heads: tuple[str, ...] = ()
     """Protocols whose trained heads ``sharpmax reproduce all`` makes it for; none for what needs no trained heads."""
+    models: tuple[str, ...] = ()
+    """Packaged models that it is about."""
+
+    @property
+    def command(self) -> str:
+        """Its name on the command line."""
+        return self.name.replace("_", "-")
 
     def run(self, out: Path, **options: Any) -> list[Path]:
         """Make the exhibit and write its files into the folder ``out``; returns their paths.
@@ -71,6 +46,16 @@ EXHIBITS = {
     for exhibit in (
         Exhibit("dispersion", "Figure 1 with numbers: the largest coefficient against n between Lemma 2.1's bounds."),
         Exhibit("fig2", "Figure 2: a trained head's coefficients over the 16 largest items as n doubles.", ("paper",)),
+        Exhibit(
+            "fig3",
+            "Figure 3: entropy of the first-layer heads of real models as the prompt gets more items.",
+            models=("smollm2-135m-instruct", "gemma-3-270m"),
+        ),
+        Exhibit(
+            "spread_table",
+            "The logit spreads of Section 2: over a source file, in real models.",
+            models=("smollm2-135m-instruct", "gemma-3-270m"),
+        ),
         Exhibit("fig5", "Figure 5: entropy of a 10-item power series over its base and the temperature."),
         Exhibit(
             "fig6", "Figure 6: optimal temperatures against entropy, and the polynomials through them.", ("paper",)

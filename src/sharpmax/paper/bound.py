@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..inputs import user_input
 from ..theory import dispersion_length, failure_length
-from . import user_input
 from .published import GEMMA_SPREADS
 
 LARGEST_EXPONENT = 700.0

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..inputs import user_input
 from ..theory import MACHINE_EPSILON
-from . import user_input
 from .figures import BLUE, GREEN, GREY, INK, ORANGE, PAGE, VERMILION, numbers, save_exhibit
 from .stacks import Attended, random_layers, stacked
 

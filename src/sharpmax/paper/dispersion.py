@@ -11,8 +11,8 @@ import numpy as np
 
 from ..core.policies import PAPER, PAPER_HELD
 from ..core.stats import RowStats, row_stats
+from ..inputs import user_input
 from ..theory import coefficient_bounds, dispersion_length
-from . import user_input
 from .bound import check_exponent
 from .figures import BLUE, GREEN, GREY, INK, PAGE, VERMILION, numbers, save_exhibit
 from .published import GEMMA_SPREADS

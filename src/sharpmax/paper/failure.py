@@ -17,10 +17,10 @@ import numpy as np
 
 from ..core.policies import PAPER, PAPER_HELD, Constant, Hard, LogLength, Policy
 from ..core.stats import RowStats
+from ..inputs import InputError, user_input
 from ..tasks.max_retrieval.data import CLASSES
 from ..tasks.max_retrieval.model import Params, folded_query, hidden, item_logits, read
 from ..theory import MACHINE_EPSILON
-from . import InputError, user_input
 from .failure_order import order_effects
 from .failure_views import caption, draw
 from .figures import PAGE, numbers, save_exhibit

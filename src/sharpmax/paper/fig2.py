@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import heatmaps, user_input
+from ..inputs import user_input
+from . import heatmaps
 from .figures import PAGE, save_exhibit
 from .max_retrieval import Heads, file_name, find_heads
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.policies import PAPER, EntropyPolynomial
 from ..core.stats import RowStats
-from . import user_input
+from ..inputs import user_input
 from .figures import BLUE, GREY, HEAT, INK, PAGE, VERMILION, numbers, save_exhibit
 from .max_retrieval import FIT_SETS, Fitted, Heads, file_name, find_heads, fit, parse_sizes
 

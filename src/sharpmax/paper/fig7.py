@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.policies import PAPER
-from . import heatmaps, user_input
+from ..inputs import user_input
+from . import heatmaps
 from .figures import PAGE, save_exhibit
 from .max_retrieval import Heads, file_name, find_heads
 

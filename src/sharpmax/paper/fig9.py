@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..inputs import user_input
 from ..tasks.max_retrieval.model import FEATURES
-from . import user_input
 from .figures import BLUE, GREY, INK, PAGE, VERMILION, numbers, save_exhibit
 from .max_retrieval import Heads, file_name, find_heads
 

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ..core.files import write_text
 from ..core.policies import PAPER, Constant, EntropyPolynomial, Hard, LogLength, Policy
+from ..inputs import user_input
 from ..tasks.max_retrieval import evaluate, paired_p_values
-from . import user_input
 from .figures import PAGE, numbers, save_exhibit
 from .max_retrieval import Heads, file_name, find_heads, fit, parse_sizes
 from .published import TABLE1

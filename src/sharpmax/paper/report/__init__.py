@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...core.files import write_text
-from .. import EXHIBITS, InputError
+from ...inputs import InputError
+from .. import EXHIBITS
 from .page import Made, Missing, Part, page, part
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -61,7 +62,7 @@ def missing(names: Iterable[str]) -> list[Missing]:
             wanted = Named(exhibit.name, "" if protocol == PLAIN else protocol)
             if wanted not in found:
                 option = f" --protocol {wanted.heads}" if wanted.heads else ""
-                lines.append(Missing(_titles(wanted)[0], f"sharpmax reproduce {exhibit.name}{option} --out ."))
+                lines.append(Missing(_titles(wanted)[0], f"sharpmax reproduce {exhibit.command}{option} --out ."))
     return lines
 
 

@@ -1,0 +1,107 @@
+"""``sharpmax models``, ``diagnose`` and ``zero-shot``: real models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..extras import require
+from ..inputs import check_folder, user_input
+from .groups import DEFAULT_OUT, Out, Seed, Sizes, group
+
+models = group("Models whose weights come as Python packages.")
+
+Model = Annotated[
+    str, typer.Argument(help="A name that `sharpmax models list` shows, a folder, or a model on the Hugging Face hub.")
+]
+
+
+@models.command("list")
+def list_models() -> None:
+    """The packaged models, whether they are there, and how to get those that are not."""
+    _require()
+    from ..huggingface import weights
+
+    weights.list_models()
+
+
+@models.command("path")
+def model_path(name: Annotated[str, typer.Argument(help="A name that `sharpmax models list` shows.")]) -> None:
+    """The folder of a packaged model, converted on the first call."""
+    _require()
+    from ..huggingface import weights
+
+    with user_input():
+        weights.model_path(name)
+
+
+def diagnose(
+    model: Model,
+    out: Out,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with a prompt on every line; lengths are prefixes in tokens.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="max: the prompt of Figure 3, lengths are items. The default.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="A file that is one input; lengths are prefixes in tokens.")] = None,
+    lengths: Sizes = None,
+    layers: Annotated[str | None, typer.Option(help="Layers such as 0-3,8; by default all.")] = None,
+    policy: Annotated[str, typer.Option(help="paper, paper-held, or a policy file, JSON.")] = "paper",
+    count: Annotated[int, typer.Option(help="Prompts for each length of a task.", min=1)] = 8,
+    seed: Seed = 0,
+    epsilon: Annotated[float, typer.Option(help="Of the length in Theorem 2.2; above 0 and at most 1.")] = 0.01,
+    sample: Annotated[
+        int | None, typer.Option(help="About how many rows of each input to compute; by default all.", min=1)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run; by default a GPU if there is one.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """How sharp every head of a model is on growing inputs, and from what length on it cannot be.
+
+    Writes report.html, and the same as PNG, CSV and JSON. Every length is saved when it is done: interrupt whenever
+    you like and give the same command again.
+    """
+    _require()
+    from ..diagnostics.command import diagnose_command
+
+    check_folder(out)
+    for path in diagnose_command(
+        model, out, prompts=prompts, task=task, text=text, lengths=lengths, layers=layers, policy=policy, count=count,
+        seed=seed, epsilon=epsilon, sample=sample, device=device, dtype=dtype,
+    ):  # fmt: skip
+        print(path)
+
+
+def zero_shot(
+    out: Out = DEFAULT_OUT,
+    model: Annotated[str, typer.Option(help="As for `sharpmax diagnose`.")] = "smollm2-135m-instruct",
+    lengths: Sizes = None,
+    items: Annotated[str | None, typer.Option(help="Items of the maximum prompts, as in 4,16,64.")] = None,
+    policies: Annotated[str | None, typer.Option(help="Some of the policies, with commas between them.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts in each cell.", min=1)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few and short cells: a try of a few minutes.")] = False,
+) -> None:
+    """What happens to a model that was not trained with a policy when it is switched on (Section 4.2).
+
+    Perplexity of a text, and right answers to maximum and needle prompts, against length. Every cell is a file: the
+    same command goes on where it stopped.
+    """
+    _require()
+    require("matplotlib", "experiments", "Drawing figures")
+    from ..paper import zero_shot
+
+    check_folder(out)
+    made = zero_shot.run(
+        out, model=model, lengths=lengths, items=items, policies=policies, prompts=prompts, dtype=dtype, quick=quick
+    )
+    for path in made:
+        print(path)
+
+
+def _require() -> None:
+    for package in ("torch", "transformers"):
+        require(package, "huggingface", "Running a model")

@@ -1,0 +1,108 @@
+"""The page: page.html has text and frames, into which page.js draws from the data that the page carries."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from ..summary import METRICS
+from .findings import Heads, sentences, sharpest, start, where_read
+
+UNKNOWN = "not recorded"
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The whole page, which needs no other file and no network."""
+    heads = Heads(data)
+    first = heads.heads[start(heads)]
+    carried = {key: data[key] for key in ("source", "lengths", "columns", "rows", "attention", "epsilon")}
+    content = json.dumps({**carried, "start": "{}.{}".format(*first)}, allow_nan=False, separators=(",", ":"))
+    name, count = escape(data["model"]["name"]), len(heads.heads)
+    layers = len({layer for layer, _ in heads.heads})
+    return Template(_beside("page.html")).substitute(
+        css=_beside("page.css"),
+        js=_beside("page.js"),
+        data=content.replace("<", "\\u003c"),
+        name=name,
+        standfirst=f"{layers} layers with {count} attention heads, {_inputs(data)}. {_how(data)}",
+        cards=_cards(heads),
+        findings="".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(heads)),
+        many=" many" if 1 + max(head for _, head in heads.heads) > 16 else "",
+        policy=escape(policy_name(data["policy"])),
+        epsilon=f"{data['epsilon']:g}",
+        terms="".join(f"<div><dt><code>{k}</code></dt><dd>{escape(v)}</dd></div>" for k, v in METRICS.items()),
+        run=_run(data),
+    )
+
+
+def policy_name(policy: Mapping[str, Any]) -> str:
+    """A policy in a few words."""
+    from ...core.policies import PAPER, PAPER_HELD, policy_from_dict
+
+    known = {PAPER: "the paper's polynomial (PAPER)", PAPER_HELD: "the paper's polynomial, held at its peak"}
+    found = policy_from_dict(dict(policy))
+    return known.get(found, str(policy["kind"]))
+
+
+def _beside(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _inputs(data: Mapping[str, Any]) -> str:
+    source, lengths = data["source"], data["lengths"]
+    span = f"{lengths[0]['length']:,}" + (f" to {lengths[-1]['length']:,}" if len(lengths) > 1 else "")
+    if source["kind"] == "max":
+        return f"on {source['prompts']} prompts of {span} items for each length"
+    return f"on the first {span} tokens of <code>{escape(source['name'])}</code>"
+
+
+def _how(data: Mapping[str, Any]) -> str:
+    if data["source"]["kind"] != "max":
+        return "How sharp is each of them, and what happens as the input grows?"
+    return f"The prompt is that of the paper's Figure 3: <q>{escape(data['source']['example'])}</q>"
+
+
+def _cards(heads: Heads) -> str:
+    share = heads.read("normalised")[-1]
+    cards = [
+        ("The average head", f"{np.nanmean(share):.0%}", f"of the entropy of uniform attention, {where_read(heads)}")
+    ]
+    if (best := sharpest(heads)) is not None:
+        entropy = heads.read("entropy")[-1][best]
+        about = f"{heads.name(best)}: the sharpest that is no attention sink"
+        cards.append(("The sharpest head", f"{entropy:.2f}<small>nats</small>", about))
+    slopes = heads.slopes()
+    if not np.isnan(slopes).all():
+        worst = int(np.nanargmax(slopes))
+        gain = slopes[worst] * math.log(2)
+        cards.append(("Loses it fastest", f"+{gain:.2f}<small>nats</small>", f"a doubling of n: {heads.name(worst)}"))
+    spread = heads.over_heads(f"spread_{heads.reading}")[-1]
+    about = f"logit spread δ of a head, from {spread.lowest:.2f} to {spread.highest:.2f}"
+    cards.append(("Average spread", f"{spread.average:.2f}<small>± {spread.deviation:.2f}</small>", about))
+    return "".join(
+        f'<div class="card"><p class="what">{what}</p><p class="number">{number}</p><p class="about">{about}</p></div>'
+        for what, number, about in cards
+    )
+
+
+def _run(data: Mapping[str, Any]) -> str:
+    origin, model = data["provenance"], data["model"]
+    git = origin.get("git") or {}
+    commit = git.get("commit") or UNKNOWN
+    device = origin["device"]
+    lines = {
+        "Model": f"{model['name']}, {model['class']}, {model['parameters']:,} parameters, {model['dtype']}",
+        "Command": " ".join(origin["command"]) or UNKNOWN,
+        "Finished": origin["time"].replace("T", " ").replace("+00:00", " UTC"),
+        "Device": ", ".join(device["gpus"]) or f"{device['cpu']}, {device['cores']} cores",
+        "Commit": commit + (", with changes" if git.get("dirty") else ""),
+        "Versions": ", ".join(f"{package} {version}" for package, version in origin["versions"].items()),
+    }
+    return "".join(f"<div><dt>{term}</dt><dd>{escape(text)}</dd></div>" for term, text in lines.items())

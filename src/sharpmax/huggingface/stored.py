@@ -1,0 +1,155 @@
+"""The policies of a model, in the model's config.
+
+The config holds one text, the JSON of ``{"schema": ..., "rules": [{"policy", "layers", "heads"}, ...]}``. Of the rules
+that name a head, the last decides; a head that none names has plain softmax. A text, not an object, because
+transformers reads and edits the objects in a config, and because ``torch.compile`` takes a text as a constant.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.policies import PAPER, Constant, Detached, LearnableStructure, PerHead, Policy, policy_from_dict
+from ..core.policies.base import Serialisable
+
+KEY = "sharpmax"
+SCHEMA = "sharpmax.huggingface/1"
+
+
+class Rule(NamedTuple):
+    """A policy, and the layers and heads that it is for (``None`` for all)."""
+
+    policy: Policy
+    layers: frozenset[int] | None = None
+    heads: frozenset[int] | None = None
+
+    def everywhere(self) -> bool:
+        """Whether the rule leaves nothing to the rules before it."""
+        return self.layers is None and self.heads is None
+
+
+def check_storable(policy: Any) -> None:
+    """Refuse a policy that a config cannot hold."""
+    parts = policy.policies if isinstance(policy, PerHead) else (policy,)
+    for part in parts:
+        inner = part.policy if isinstance(part, Detached) else part
+        if isinstance(inner, torch.nn.Module | LearnableStructure):
+            raise ValueError(
+                "a learnable policy has parameters, which transformers' attention interface has no place for; "
+                "fit it, and give sharpen the policy that was fitted"
+            )
+        if not isinstance(inner, Serialisable):
+            raise TypeError(
+                f"expected a policy of sharpmax's own, which can be saved with the model, got {type(inner).__name__}"
+            )
+
+
+def written(rules: tuple[Rule, ...]) -> str:
+    """The text for a config."""
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "rules": [
+                {
+                    "policy": rule.policy.to_dict(),  # pyright: ignore[reportAttributeAccessIssue]
+                    "layers": None if rule.layers is None else sorted(rule.layers),
+                    "heads": None if rule.heads is None else sorted(rule.heads),
+                }
+                for rule in rules
+            ],
+        },
+        allow_nan=False,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def read(text: str) -> tuple[Rule, ...]:
+    """The rules in a config's text."""
+    try:
+        content = json.loads(text)
+    except (TypeError, json.JSONDecodeError):
+        raise ValueError(f"expected the config's {KEY!r} to be JSON that sharpmax wrote, got {text!r}") from None
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"expected the config's {KEY!r} to have schema {SCHEMA!r}, got {schema!r}")
+    try:
+        return tuple(
+            Rule(policy_from_dict(rule["policy"]), _numbers(rule["layers"]), _numbers(rule["heads"]))
+            for rule in content["rules"]
+        )
+    except (KeyError, TypeError):
+        raise ValueError(f"the rules in the config's {KEY!r} are not complete: {text}") from None
+
+
+def _numbers(values: list[int] | None) -> frozenset[int] | None:
+    return None if values is None else frozenset(values)
+
+
+@functools.lru_cache(maxsize=4096)
+def policy_for(text: str | None, layer: int | None, heads: int) -> Policy:
+    """The policy of an attention layer with so many heads; the paper's where a config holds none."""
+    if text is None:
+        return PAPER
+    chosen: list[Policy] = [Constant(1.0)] * heads
+    for rule in read(text):
+        if rule.layers is not None and layer is None:
+            raise ValueError("the policy is for some layers, but this model's attention does not know its layer")
+        if rule.layers is None or layer in rule.layers:
+            named = range(heads) if rule.heads is None else [head for head in rule.heads if head < heads]
+            parts = rule.policy.policies if isinstance(rule.policy, PerHead) else (rule.policy,) * heads
+            if len(parts) != heads:
+                raise ValueError(f"expected a policy for each of {heads} heads, got {len(parts)}")
+            for head in named:
+                chosen[head] = parts[head]
+    return chosen[0] if all(policy == chosen[0] for policy in chosen) else PerHead(tuple(chosen))
+
+
+class _Traced:
+    """Policies as attributes, which is how ``torch.compile`` finds an object that was made while it traces."""
+
+
+_traced = _Traced()
+_names: dict[tuple[str | None, int | None, int], str] = {}
+
+
+@torch.compiler.assume_constant_result
+def _name(text: str | None, layer: int | None, heads: int) -> str:
+    """The attribute that holds a layer's policy."""
+    key = (text, layer, heads)
+    if key not in _names:
+        name = f"policy_{len(_names)}"
+        setattr(_traced, name, policy_for(*key))
+        _names[key] = name
+    return _names[key]
+
+
+def policy_of(module: torch.nn.Module, heads: int) -> Policy:
+    """The policy of a model's attention module."""
+    text = getattr(getattr(module, "config", None), KEY, None)
+    layer = getattr(module, "layer_idx", None)
+    if torch.compiler.is_compiling():
+        return getattr(_traced, _name(text, layer, heads))
+    return policy_for(text, layer, heads)
+
+
+def stored_rules(source: Any) -> tuple[Rule, ...] | None:
+    """The rules that a model, its config, or the config in a directory holds; ``None`` where there are none.
+
+    Nothing but the config is read, so that a policy of another version is refused before weights are loaded.
+    """
+    config = getattr(source, "config", source)
+    if isinstance(config, str | os.PathLike):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        content = json.loads(path.read_text(encoding="utf-8"))
+        parts = [content, *(part for part in content.values() if isinstance(part, dict))]
+        text = next((part[KEY] for part in parts if KEY in part), None)
+    else:
+        text = getattr(config.get_text_config(), KEY, None)
+    return None if text is None else read(text)

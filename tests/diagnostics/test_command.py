@@ -1,0 +1,154 @@
+"""``sharpmax diagnose``: what it writes, and one sentence for everything that cannot be used."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sharpmax import LogLength
+from sharpmax.diagnostics import command
+from sharpmax.diagnostics.command import diagnose_command, parse_numbers
+from sharpmax.huggingface import weights
+from sharpmax.inputs import InputError
+from tests.diagnostics.models import Characters, build
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Models are tiny ones, by their family; returns the names that were loaded."""
+    loaded: list[str] = []
+
+    def load(name: str, **_: Any) -> tuple[Any, Any]:
+        loaded.append(name)
+        return build(name), Characters()
+
+    monkeypatch.setattr(weights, "load", load)
+    return loaded
+
+
+def test_the_files(tiny: list[str], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A text of a few words. " * 10)
+    out = tmp_path / "out"
+    paths = diagnose_command("llama", out, text=text, lengths="16,64", layers="0-1", policy="paper-held")
+    assert [path.name for path in paths] == ["report.html", "diagnosis.png", "diagnosis.csv", "diagnosis.json"]
+    data = json.loads(paths[3].read_text())
+    rows = list(csv.DictReader(paths[2].read_text().splitlines()))
+    assert len(rows) == len(data["rows"]) == 2 * 2 * 4
+    assert {row["layer"] for row in rows} == {"0", "1"}
+    assert data["policy"]["beyond"] == "hold_peak"
+    assert data["source"] | {"sha256": ""} == {
+        "kind": "text",
+        "name": "text.txt",
+        "texts": 1,
+        "sha256": "",
+        "unit": "tokens",
+    }
+    assert paths[1].read_bytes().startswith(b"\x89PNG")
+    page = paths[0].read_text()
+    assert "How sharp are the heads of llama?" in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert tiny == ["llama"]
+
+
+def test_prompts_of_a_file_and_the_task(tiny: list[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("first prompt of several\n\nand a second one that is longer\n")
+    LogLength.relative(8).save(tmp_path / "policy.json")
+    policy = str(tmp_path / "policy.json")
+    *_, path = diagnose_command("gpt2", tmp_path / "a", prompts=prompts, lengths="8,30", policy=policy)
+    data = json.loads(path.read_text())
+    assert [len(entry["tokens"]) for entry in data["lengths"]] == [2, 1]
+    *_, path = diagnose_command("llama", tmp_path / "b", lengths="2,4", count=2)
+    data = json.loads(path.read_text())
+    assert data["source"]["kind"] == "max"
+    assert "What is the maximum in the following sequence: " in data["source"]["example"]
+    *_, path = diagnose_command("llama", tmp_path / "c", prompts=prompts)  # default lengths end with the text
+    assert [e["length"] for e in json.loads(path.read_text())["lengths"]] == [31]
+    assert len(tiny) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": "16,sixty"}, "expected lengths to be whole numbers with commas between them, got '16,sixty'"),
+        ({"lengths": ""}, "expected lengths to be whole numbers"),
+        ({"lengths": "0"}, "expected lengths to be whole numbers of at least 1"),
+        ({"layers": "3-1"}, "expected layers to be whole numbers"),
+        ({"policy": "papper"}, "expected the policy to be paper, paper-held or a policy file, got 'papper'"),
+        (
+            {"policy": "{folder}/other.json"},
+            "expected a policy with schema 'sharpmax.policy/1', got 'sharpmax.policy/9'",
+        ),
+        ({"task": "min"}, "expected the task to be max, got 'min'"),
+        ({"task": "max", "text": Path("x")}, "expected one of --prompts, --task and --text, got several"),
+        ({"text": Path("nowhere.txt")}, "expected a text file, got 'nowhere.txt', which is none"),
+        ({"text": Path("{folder}/short.txt"), "lengths": "99"}, "short.txt has 5 bytes, so it has no 99 tokens"),
+        ({"prompts": Path("{folder}/empty.txt")}, "expected empty.txt to hold some text"),
+        ({"text": Path("{folder}/latin.txt")}, "to be text in UTF-8"),
+        ({"count": 0}, "expected at least one prompt for each length"),
+        ({"epsilon": 2.0}, "expected epsilon to be above 0 and at most 1"),
+        ({"dtype": "int8"}, "expected dtype to be one of float32, bfloat16, float16, got 'int8'"),
+        ({"device": "abacus"}, "expected a device that torch has here, got 'abacus'"),
+    ],
+)
+def test_one_sentence_before_anything_is_loaded(
+    tiny: list[str], tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "other.json").write_text('{"schema": "sharpmax.policy/9"}')
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    given: dict[str, Any] = {
+        k: type(v)(str(v).format(folder=tmp_path)) if isinstance(v, str | Path) else v for k, v in options.items()
+    }
+    with pytest.raises(InputError) as caught:
+        diagnose_command("llama", tmp_path / "out", **given)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert tiny == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_only_the_model_tells(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="expected layers from 0 to 2, got 7"):
+        diagnose_command("llama", tmp_path, layers="1,7")
+    text = tmp_path / "text.txt"
+    text.write_text("x" * 80)
+    with pytest.raises(InputError, match="learned positions for 64 tokens"):
+        diagnose_command("gpt2", tmp_path, text=text, lengths="70")
+
+    class Own(type(build("llama"))):
+        def _can_set_attn_implementation(self) -> bool:
+            return False
+
+    monkeypatch.setattr(weights, "load", lambda *_, **__: (Own(build("llama").config), Characters()))
+    with pytest.raises(InputError, match=r"^Own has .* attention .*transformers can"):
+        diagnose_command("llama", tmp_path)
+
+
+def test_unknown_models_and_missing_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match=r"expected a packaged model \(.*, got '.*no-model'"):
+        diagnose_command(str(tmp_path / "no-model"), tmp_path / "out")
+
+
+def test_an_interrupt_says_what_is_saved(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "diagnose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        diagnose_command("llama", tmp_path, lengths="2")
+    assert "lengths that are done are saved; the same command goes on from there" in capsys.readouterr().err
+
+
+def test_numbers() -> None:
+    assert parse_numbers("16, 4,64,4", "lengths") == [4, 16, 64]
+    assert parse_numbers("0-2,5", "layers") == [0, 1, 2, 5]

