@@ -130,3 +130,18 @@ def test_autocast_casts_as_it_does_for_stock_attention():
         assert found.dtype == expected.dtype == torch.bfloat16
         seen = mask.bool() if "attention_mask" in kwargs else torch.ones_like(mask).bool()
         assert float((found - expected)[seen].abs().mean()) < 0.05 * float(expected[seen].abs().mean())
+
+
+def test_a_decoder_whose_layers_deny_causality_is_causal_all_the_same():
+    from transformers import BigBirdPegasusConfig, BigBirdPegasusForCausalLM
+
+    torch.manual_seed(0)
+    config = BigBirdPegasusConfig(
+        d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=32, vocab_size=50,
+        max_position_embeddings=64, is_decoder=True, attn_implementation="eager",
+    )  # fmt: skip
+    model = BigBirdPegasusForCausalLM(config).eval()
+    ids = torch.randint(5, 50, (2, 17))
+    stock = model(ids).logits
+    with sharpen(model, Constant(1.0)):
+        assert torch.allclose(model(ids).logits, stock, atol=1e-4)

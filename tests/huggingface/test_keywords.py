@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sharpmax.huggingface import Call, interface, keywords, observe, register
+from sharpmax.huggingface import Call, interface, keywords, observe, register, sharpen
 from tests.huggingface import families
 from tests.huggingface.oracle import figure_4
 
@@ -53,6 +53,14 @@ def test_what_is_not_served_is_refused_by_name(name, value, message):
         attend(**{name: value})
     assert "\n" not in str(caught.value)
     attend(**{name: None})
+
+
+def test_output_attentions_in_a_config_is_refused():
+    model = families.causal("llama", attention="eager")
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match="output_attentions=True has nothing to return"):
+        sharpen(model)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_output_attentions_of_a_model_is_refused():

@@ -26,7 +26,7 @@ from sharpmax.huggingface.masks import Kind, describe, is_description
 from sharpmax.huggingface.stored import KEY, Rule, written
 
 WINDOW = 4
-CONFIG = SimpleNamespace(sliding_window=WINDOW, **{KEY: written((Rule(Constant(0.0)),))})
+CONFIG = SimpleNamespace(model_type="llama", sliding_window=WINDOW, **{KEY: written((Rule(Constant(0.0)),))})
 CAUSAL: dict[str, Any] = {"mask_function": causal_mask_function}
 SLIDING: dict[str, Any] = {"mask_function": sliding_window_causal_mask_function(WINDOW), "local_size": WINDOW}
 FULL: dict[str, Any] = {
@@ -150,6 +150,16 @@ def test_masks_of_131072_tokens_are_small(kind):
     assert bare is None or bare.untyped_storage().nbytes() <= 64
     if kind in ("causal", "full"):
         assert bare is None
+
+
+@pytest.mark.parametrize("kind", ["causal", "full"])
+def test_models_whose_layers_do_not_tell_causality_get_a_description(kind):
+    for model_type in ("bigbird_pegasus", "a model of one's own"):
+        config = SimpleNamespace(**{**vars(CONFIG), "model_type": model_type})
+        mask = describe(2, 11, 11, config=config, **KINDS[kind])
+        assert is_description(mask)
+        found = seen(mask, 11, 11, causal=kind != "causal")  # the layer says the opposite
+        assert torch.equal(found, dense(KINDS[kind], q_length=11, kv_length=11).expand_as(found))
 
 
 def test_packed_masks_of_131072_tokens_are_small():

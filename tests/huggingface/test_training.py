@@ -74,7 +74,8 @@ def test_lora_trains_its_own_weights_through_the_policy(peft):
         base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     )  # fmt: skip
     stock = adapted(IDS).logits
-    handle = sharpen(adapted, PAPER)
+    with pytest.warns(UserWarning, match="PEFT adapter have no place"):
+        handle = sharpen(adapted, PAPER)
     calls: list[Call] = []
     with observe(calls.append):
         loss = adapted(IDS, labels=IDS).loss

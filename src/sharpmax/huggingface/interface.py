@@ -89,6 +89,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention with adaptive temperature, as transformers calls it; the output is ``[B, Lq, H, D]``."""
     check_keywords(kwargs)
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        check_keywords({"output_attentions": True})
     call = _call(module, query, key, value, attention_mask, scaling, is_causal, kwargs)
     if not torch.compiler.is_compiling():
         for callback in tuple(_watching.callbacks):

@@ -1,7 +1,8 @@
 """Masks as small descriptions: what transformers would write out as queries x keys booleans.
 
 transformers asks for one mask per kind of layer and hands it, unread, to every layer of that kind. Where nothing is
-hidden but by causality, :func:`describe` gives ``None``. Otherwise it gives a description, an int32 tensor with four
+hidden but by causality, :func:`describe` gives ``None``, for models whose layers say themselves whether they are
+causal. Otherwise it gives a description, an int32 tensor with four
 axes, which is what transformers lets pass wherever it would let a mask pass (also where ``generate`` makes masks ahead
 of a compiled step):
 
@@ -105,7 +106,7 @@ def describe(
         return _written(Kind(banded=banded, packed=True), starts[None])
     kind = Kind(banded, bidirectional, cached=not bidirectional and not aligned)
     seen = _seen_keys(attention_mask, kv_length, kv_offset)
-    if seen is None and not kind.banded and not kind.cached:
+    if seen is None and not kind.banded and not kind.cached and _tells_causality(getattr(config, "model_type", "")):
         return None
     valid = q_offset + q_length - kv_offset if kind.cached else kv_length
     if not isinstance(valid, Tensor):
@@ -134,9 +135,20 @@ def _exchangeable(model_type: str) -> bool:
 
 @functools.cache
 def _ask_transformers(model_type: str) -> bool:
+    return all(cls._can_set_attn_implementation() for cls in _classes(model_type))
+
+
+@torch.compiler.assume_constant_result
+def _tells_causality(model_type: str) -> bool:
+    """Whether the layers of a model say truly whether they are causal: those do for which torch's SDPA relies on it."""
+    return all(cls._supports_sdpa for cls in _classes(model_type)) and model_type in MODEL_MAPPING_NAMES
+
+
+def _classes(model_type: str) -> list[Any]:
+    """transformers' model classes of a type; none for a type that it does not know."""
     names = MODEL_MAPPING_NAMES.get(model_type, ())
-    classes = [getattr(transformers, name, None) for name in ((names,) if isinstance(names, str) else names)]
-    return all(cls is None or cls._can_set_attn_implementation() for cls in classes)
+    found = (getattr(transformers, name, None) for name in ((names,) if isinstance(names, str) else names))
+    return [cls for cls in found if cls is not None]
 
 
 def _chunked(config: Any, local_size: int | None) -> bool:

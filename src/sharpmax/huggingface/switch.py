@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.policies import PAPER, PerHead, Policy
 from ..torch.attention import IMPLEMENTATIONS
 from .interface import IMPL, NAME, register
+from .keywords import check_keywords
 from .stored import KEY, Rule, check_storable, read, written
 
 SAVED = "attn_implementation"
@@ -80,6 +81,14 @@ def sharpen(
         raise ValueError(f"expected impl to be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     check_storable(policy)
     roots = _pluggable(model)
+    for root in roots:
+        check_keywords({"output_attentions": root.config.output_attentions})
+    if hasattr(model, "peft_config"):
+        warnings.warn(
+            "the files of a PEFT adapter have no place for sharpmax policies: call sharpen again on a model that they "
+            "are loaded into",
+            stacklevel=2,
+        )
     configs = _policy_configs(model, roots)
     rules = _rules(model, configs, policy, layers, heads)
     everything = rules if rules[0].everywhere() else (*_present_rules(roots), *rules)

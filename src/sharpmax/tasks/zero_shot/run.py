@@ -223,13 +223,16 @@ def progress_bar(what: str) -> Iterator[Show]:
 
 
 def find_subject(name_or_path: str, dtype: str | None = None, device: str | None = None) -> Subject:
-    """Load a model for the measurement: on a GPU if there is one, in bfloat16 there and in float32 on a CPU."""
+    """Load a model for the measurement: on a GPU if there is one, in bfloat16 there and in float32 on a CPU.
+
+    Policies that were saved with it are left out, with a warning: the measurement switches its own on and off.
+    """
     from ...huggingface import weights
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     kind = dtype or ("bfloat16" if where.startswith("cuda") else "float32")
     model: Any
-    model, tokenizer = weights.load(name_or_path, dtype=kind)
+    model, tokenizer = weights.load(name_or_path, dtype=kind, attn_implementation="sdpa")
     known = weights.MODELS.get(name_or_path)
     context = getattr(model.config, "max_position_embeddings", None) if known is None else known.context
     if not model.can_generate() or context is None:
