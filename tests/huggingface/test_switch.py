@@ -192,7 +192,7 @@ def test_policies_of_another_version_are_refused_before_weights_are_loaded(tmp_p
     [
         ({"layers": [2]}, ValueError, r"layers of the model, which has 0 to 1, got \[2\]"),
         ({"layers": []}, ValueError, "got none"),
-        ({"layers": 1}, TypeError, "expected layers to be whole numbers, got 1"),
+        ({"layers": 1}, TypeError, "expected layers to be a list of whole numbers, got 1"),
         ({"heads": [4]}, ValueError, r"heads of the model, which has 0 to 3, got \[4\]"),
         ({"heads": {5: [0]}}, ValueError, r"got \[5\]"),
         ({"heads": {0: [0]}, "layers": [0]}, ValueError, "leave layers out"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -216,16 +217,20 @@ def test_what_is_written_is_not_measured_again(
     assert count == [("needle", 512)]
 
 
-def test_cells_of_other_settings_are_measured_anew(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_of_other_settings_or_weights_are_refused_and_kept(subject: Subject, tmp_path: Path) -> None:
     few = dataclasses.replace(SETTINGS, lengths=(512,), policies=("off",))
     zero_shot.measure(subject, few, tmp_path)
-    count = _counting(monkeypatch)
-    zero_shot.measure(subject, dataclasses.replace(few, prompts=3), tmp_path)
-    assert count == [("needle", 512), ("maximum", 2)]
-    zero_shot.measure(subject, dataclasses.replace(few, prompts=3, lengths=(512, 1024)), tmp_path)
-    assert count[2:] == [("perplexity", 512), ("perplexity", 1024), ("needle", 1024)]  # other stretches of text
+    kept = {path: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
+    with pytest.raises(ValueError, match="holds results with other prompts: choose another folder"):
+        zero_shot.measure(subject, dataclasses.replace(few, prompts=3), tmp_path)
+    with pytest.raises(ValueError, match="holds results with other longest"):  # other stretches of text
+        zero_shot.measure(subject, dataclasses.replace(few, lengths=(512, 1024)), tmp_path)
+    trained = copy.deepcopy(subject.model)
+    with torch.no_grad():
+        next(trained.parameters()).add_(0.1)
+    with pytest.raises(ValueError, match="holds results with other weights"):
+        zero_shot.measure(Subject("tiny", trained, subject.tokenizer, subject.context), few, tmp_path)
+    assert {path: path.read_bytes() for path in (tmp_path / "tiny").iterdir()} == kept
 
 
 def test_an_interrupted_measurement_goes_on(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

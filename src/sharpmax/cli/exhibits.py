@@ -57,7 +57,7 @@ def fig3(
     model: Models = None,
     sizes: Sizes = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts for each number of items; by default 8.", min=1)] = None,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(help="Of the prompts.", min=0)] = 0,
 ) -> None:
     """Figure 3."""
     _make("fig3", out, model=model, sizes=sizes, prompts=prompts, seed=seed)

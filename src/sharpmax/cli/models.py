@@ -9,7 +9,7 @@ import typer
 
 from ..extras import require
 from ..inputs import check_folder, user_input
-from .groups import DEFAULT_OUT, Out, Seed, Sizes, group
+from .groups import DEFAULT_OUT, Out, group
 
 models = group("Models whose weights come as Python packages.")
 
@@ -47,11 +47,13 @@ def diagnose(
         str | None, typer.Option(help="max: the prompt of Figure 3, lengths are items. The default.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="A file that is one input; lengths are prefixes in tokens.")] = None,
-    lengths: Sizes = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Items of the task, or tokens of a text or prompts, as in 16,64,256.")
+    ] = None,
     layers: Annotated[str | None, typer.Option(help="Layers such as 0-3,8; by default all.")] = None,
     policy: Annotated[str, typer.Option(help="paper, paper-held, or a policy file, JSON.")] = "paper",
     count: Annotated[int, typer.Option(help="Prompts for each length of a task.", min=1)] = 8,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(help="Of the task's prompts.", min=0)] = 0,
     epsilon: Annotated[float, typer.Option(help="Of the length in Theorem 2.2; above 0 and at most 1.")] = 0.01,
     sample: Annotated[
         int | None, typer.Option(help="About how many rows of each input to compute; by default all.", min=1)
@@ -78,9 +80,12 @@ def diagnose(
 def zero_shot(
     out: Out = DEFAULT_OUT,
     model: Annotated[str, typer.Option(help="As for `sharpmax diagnose`.")] = "smollm2-135m-instruct",
-    lengths: Sizes = None,
+    lengths: Annotated[str | None, typer.Option(help="Tokens of texts and needle prompts, as in 512,2048.")] = None,
     items: Annotated[str | None, typer.Option(help="Items of the maximum prompts, as in 4,16,64.")] = None,
-    policies: Annotated[str | None, typer.Option(help="Some of the policies, with commas between them.")] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(help="Some of off, paper, held, log_512, log_context; _sharp behind one for sharp heads only."),
+    ] = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts in each cell.", min=1)] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few and short cells: a try of a few minutes.")] = False,
@@ -100,6 +105,7 @@ def zero_shot(
     )
     for path in made:
         print(path)
+    print((out / f"zero_shot_{Path(model).name}.md").read_text(encoding="utf-8"))
 
 
 def _require() -> None:

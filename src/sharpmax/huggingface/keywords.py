@@ -33,7 +33,8 @@ REFUSED = {
     "s_aux": "attention sinks (s_aux) add a logit that no key has",
     "head_mask": "head_mask scales the weights of heads, which are not held",
     "cache": "paged caches of continuous batching are not served",
-    "output_attentions": "the weights are not held, so output_attentions=True has nothing to return",
+    "output_attentions": "the weights are not held, so output_attentions=True has nothing to return (statistics of "
+    "them are what sharpmax.diagnostics.record gives)",
 }
 REMEDY = 'use attn_implementation="eager" for this model'
 

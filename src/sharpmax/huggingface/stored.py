@@ -29,6 +29,14 @@ class Rule(NamedTuple):
     layers: frozenset[int] | None = None
     heads: frozenset[int] | None = None
 
+    def __str__(self) -> str:
+        where = [
+            f"{what} {', '.join(map(str, sorted(which)))}"
+            for what, which in (("layers", self.layers), ("heads", self.heads))
+            if which is not None
+        ]
+        return f"{self.policy} in {' and '.join(where) if where else 'all heads'}"
+
     def everywhere(self) -> bool:
         """Whether the rule leaves nothing to the rules before it."""
         return self.layers is None and self.heads is None

@@ -35,6 +35,9 @@ class Sharpened:
         self.rules = rules
         self._restore = restore
 
+    def __repr__(self) -> str:
+        return f"Sharpened({type(self.model).__name__}, {'; '.join(map(str, self.rules))})"
+
     def undo(self) -> None:
         """Put the model's config, its submodels' and its attention back as they were; a second time does nothing."""
         for owner, attributes in self._restore:
@@ -229,7 +232,7 @@ def _rules(
 def _indices(values: Any, what: str, known: Any) -> frozenset[int]:
     """``values`` as a set of indices, each of them known."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise TypeError(f"expected {what} to be whole numbers, got {values!r}")
+        raise TypeError(f"expected {what} to be a list of whole numbers, got {values!r}")
     found = list(values)
     unknown = [value for value in found if type(value) is not int or value not in known]
     if not found or unknown:

@@ -130,6 +130,7 @@ def run(
             zero_shot.QUICK if quick else zero_shot.Settings(), **{k: v for k, v in given.items() if v is not None}
         )
         subject = zero_shot.find_subject(model, dtype)
+        zero_shot.check_cells(subject, settings, out / "zero_shot")
     with zero_shot.progress_bar(subject.name) as show:
         results = zero_shot.measure(subject, settings, out / "zero_shot", show)
     name = f"zero_shot_{subject.name}"

@@ -10,7 +10,7 @@ for _package in ("torch", "transformers"):
 
 from .measures import answers, is_right, perplexity, text  # noqa: E402
 from .policies import CHOICES, head_stats, sharp_heads  # noqa: E402
-from .run import QUICK, TASKS, Settings, Subject, find_subject, measure, progress_bar, sizes_from  # noqa: E402
+from .run import QUICK, TASKS, Settings, Subject, check_cells, find_subject, measure, progress_bar, sizes_from  # noqa: E402
 from .table import value, zero_shot_table  # noqa: E402
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Settings",
     "Subject",
     "answers",
+    "check_cells",
     "find_subject",
     "head_stats",
     "is_right",

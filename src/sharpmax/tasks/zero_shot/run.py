@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.files import write_text
+from ...diagnostics.fingerprint import fingerprint
 from ...extras import require
 from ...provenance import provenance
 from ..prompts import Prompt, maximum_question, needle_question, sized
@@ -83,6 +84,11 @@ class Subject:
     tokenizer: Any
     context: int
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the weights."""
+        return fingerprint(self.model)
+
     @property
     def bos(self) -> int | None:
         """The token that the tokenizer puts before every text, if it does."""
@@ -101,15 +107,16 @@ Show = Callable[[int, int, str], None]
 def measure(subject: Subject, settings: Settings, out: Path, show: Show = lambda done, of, now: None) -> dict[str, Any]:
     """Measure every (policy, task, size), each into a file of its own under ``out``; returns all of them.
 
-    Files of other settings or of another precision are written anew.
+    Files that are there are taken as they are; :func:`check_cells` refuses those of other settings or weights.
     """
+    check_cells(subject, settings, out)
     heads = _cell(
-        out / subject.name / "sharp_heads.json",
+        _file(out, subject, "heads"),
         _settings(subject, settings, "heads"),
         lambda: choose_heads(subject, settings),
     )
     chosen = {int(layer): which for layer, which in heads["sharp"].items()}
-    cells, plan = [], [(t, n, p) for t in TASKS for n in settings.sizes(t) for p in settings.policies]
+    cells, plan = [], _plan(settings)
     work = _Work(subject, settings)
     for done, (task, size, policy) in enumerate(plan):
         show(done, len(plan), f"{task} {size:,} {policy}")
@@ -118,8 +125,7 @@ def measure(subject: Subject, settings: Settings, out: Path, show: Show = lambda
             with policies.switched(policy, subject.model, subject.context, chosen):
                 return work.measure(task, size)
 
-        path = out / subject.name / f"{task}_{size}_{policy}.json"
-        found = _cell(path, _settings(subject, settings, task, size, policy), one)
+        found = _cell(_file(out, subject, task, size, policy), _settings(subject, settings, task, size, policy), one)
         cells.append({"task": task, "size": size, "policy": policy, **found})
     show(len(plan), len(plan), "done")
     return {
@@ -127,7 +133,7 @@ def measure(subject: Subject, settings: Settings, out: Path, show: Show = lambda
         "context": subject.context,
         "dtype": str(subject.model.dtype).removeprefix("torch."),
         "settings": dataclasses.asdict(settings),
-        "text": {"tokens": len(work.tokens), "sha256": hashlib.sha256(measures.text().encode()).hexdigest()},
+        "text": {"tokens": len(work.tokens), "sha256": _text_hash()},
         "policies": {name: policies.CHOICES[name].label for name in settings.policies},
         "heads": heads,
         "cells": cells,
@@ -164,7 +170,7 @@ def questions(task: str, size: int, tokenizer: Any, settings: Settings) -> list[
         ]
     depths = [i / max(1, settings.prompts - 1) for i in range(settings.prompts)]
     return [
-        sized(partial(needle_question, depth=depth, seed=settings.seed, index=i), size, tokenizer)
+        sized(functools.partial(needle_question, depth=depth, seed=settings.seed, index=i), size, tokenizer)
         for i, depth in enumerate(depths)
     ]
 
@@ -187,20 +193,49 @@ def choose_heads(subject: Subject, settings: Settings) -> dict[str, Any]:
 
 
 def _settings(subject: Subject, settings: Settings, task: str, size: int = 0, policy: str = "") -> dict[str, Any]:
-    """What decides a cell: a file that says otherwise is not used."""
-    shared = {"model": subject.name, "dtype": str(subject.model.dtype), "seed": settings.seed, "shots": settings.shots}
+    """What decides a cell: a file that says otherwise is refused."""
+    shared = {
+        "model": subject.name,
+        "weights": subject.fingerprint,
+        "dtype": str(subject.model.dtype),
+        "seed": settings.seed,
+        "shots": settings.shots,
+    }
     if task == "perplexity":
         shared |= {"segments": settings.segments, "longest": max(settings.lengths), "targets": settings.targets}
+        shared |= {"text": _text_hash()}
     elif task != "heads":
         shared |= {"prompts": settings.prompts}
     return shared | {"task": task, "size": size, "policy": policy}
 
 
+@functools.cache
+def _text_hash() -> str:
+    return hashlib.sha256(measures.text().encode()).hexdigest()
+
+
+def _plan(settings: Settings) -> list[tuple[str, int, str]]:
+    return [(task, size, policy) for task in TASKS for size in settings.sizes(task) for policy in settings.policies]
+
+
+def _file(out: Path, subject: Subject, task: str, size: int = 0, policy: str = "") -> Path:
+    return out / subject.name / ("sharp_heads.json" if task == "heads" else f"{task}_{size}_{policy}.json")
+
+
+def check_cells(subject: Subject, settings: Settings, out: Path) -> None:
+    """Refuse a folder that holds cells of the same names with other settings or of other weights."""
+    for cell in (("heads", 0, ""), *_plan(settings)):
+        if (path := _file(out, subject, *cell)).exists():
+            known, asked = json.loads(path.read_text(encoding="utf-8"))["settings"], _settings(subject, settings, *cell)
+            if other := sorted(name for name in {**known, **asked} if known.get(name) != asked.get(name)):
+                raise ValueError(
+                    f"{path.parent} holds results with other {', '.join(other)}: choose another folder, or remove them"
+                )
+
+
 def _cell(path: Path, settings: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if known["settings"] == settings:
-            return known["result"]
+        return json.loads(path.read_text(encoding="utf-8"))["result"]
     result = measured()
     write_text(path, json.dumps({"settings": settings, "result": result, "provenance": provenance()}, indent=1) + "\n")
     return result
