@@ -78,6 +78,10 @@ def test_prompts_of_a_file_and_the_task(tiny: list[str], tmp_path: Path) -> None
         ({"lengths": "16,sixty"}, "expected lengths to be whole numbers with commas between them, got '16,sixty'"),
         ({"lengths": ""}, "expected lengths to be whole numbers"),
         ({"lengths": "0"}, "expected lengths to be whole numbers of at least 1"),
+        ({"lengths": "1-99999999999"}, "expected at most 10,000 lengths, got '1-99999999999'"),
+        ({"lengths": "99999999999"}, "expected lengths of at most 9,999,999, got 99999999999"),
+        ({"layers": "0-99999999999"}, "expected at most 10,000 layers, got '0-99999999999'"),
+        ({"layers": "0-7000,8000-16000"}, "expected at most 10,000 layers"),
         ({"layers": "3-1"}, "expected layers to be whole numbers"),
         ({"policy": "papper"}, "expected the policy to be paper, paper-held or a policy file, got 'papper'"),
         (
@@ -94,6 +98,7 @@ def test_prompts_of_a_file_and_the_task(tiny: list[str], tmp_path: Path) -> None
         ({"epsilon": 2.0}, "expected epsilon to be above 0 and at most 1"),
         ({"dtype": "int8"}, "expected dtype to be one of float32, bfloat16, float16, got 'int8'"),
         ({"device": "abacus"}, "expected a device that torch has here, got 'abacus'"),
+        ({"device": "meta"}, "expected a device that torch has here, got 'meta'"),
     ],
 )
 def test_one_sentence_before_anything_is_loaded(
@@ -147,6 +152,26 @@ def test_an_interrupt_says_what_is_saved(
     with pytest.raises(KeyboardInterrupt):
         diagnose_command("llama", tmp_path, lengths="2")
     assert "lengths that are done are saved; the same command goes on from there" in capsys.readouterr().err
+
+
+def test_what_only_a_forward_tells(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    model.model.embed_tokens.weight.data.fill_(float("nan"))
+    monkeypatch.setattr(weights, "load", lambda *_, **__: (model, Characters()))
+    with pytest.raises(InputError, match="attention logits of layer 0 are not all finite"):
+        diagnose_command("llama", tmp_path / "out", lengths="2", count=1)
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    with pytest.raises(InputError, match="an input of one token has one key"):
+        diagnose_command("llama", tmp_path / "out", text=text, lengths="1")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_are_not_formulas(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "load", lambda *_, **__: (build("llama"), Characters()))
+    paths = diagnose_command("folder/x$a_{$b<script>", tmp_path, lengths="2", count=1)
+    assert all(path.is_file() for path in paths)
+    assert "How sharp are the heads of x$a_{$b&lt;script&gt;?" in paths[0].read_text()
 
 
 def test_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -15,12 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM, RobertaConfig, RobertaModel
 
-from sharpmax import PAPER_HELD
+from sharpmax import PAPER_HELD, Constant, Hard
 from sharpmax.diagnostics import Diagnosis, diagnose, measure, record
 from sharpmax.diagnostics.report.findings import Heads, sentences
 from sharpmax.diagnostics.sources import MaximumPrompts, Prefixes
+from sharpmax.huggingface import sharpen
 from sharpmax.tasks.prompts import maximum_items, maximum_prompt
+from sharpmax.theory import dispersion_length
 from tests.diagnostics.models import Characters, build
 
 TEXT = "What is the maximum? " * 20
@@ -92,6 +96,10 @@ def test_a_length_is_saved_when_it_is_done_and_not_computed_again(tmp_path: Path
     assert again.table.rows == whole.table.rows
     with pytest.raises(ValueError, match="holds a diagnosis with another policy; choose another folder"):
         diagnose(model, Characters(), source, [8], out=tmp_path, policy=PAPER_HELD)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="holds a diagnosis with another model; choose another folder"):
+        diagnose(model, Characters(), source, [8], out=tmp_path)
     (tmp_path / "parts" / "0000008.json").write_text('{"about"')
     with pytest.raises(ValueError, match=r"0000008\.json is damaged"):
         diagnose(model, Characters(), source, [8], out=tmp_path)
@@ -171,6 +179,71 @@ def test_bad_lengths(lengths: list[Any], message: str) -> None:
 def test_learned_positions_end() -> None:
     with pytest.raises(ValueError, match="learned positions for 64 tokens, and an input has 100"):
         diagnose(build("gpt2"), Characters(), Prefixes([TEXT], "words"), [100])
+
+
+@pytest.mark.parametrize("family", ["roberta", "opt"])
+def test_learned_positions_that_do_not_start_at_0(family: str) -> None:
+    size: dict[str, Any] = {"vocab_size": 128, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if family == "roberta":
+        config = RobertaConfig(**size, intermediate_size=16, max_position_embeddings=34, pad_token_id=1)
+        model = RobertaModel(config)
+    else:
+        model = OPTForCausalLM(OPTConfig(**size, ffn_dim=16, word_embed_proj_dim=16, max_position_embeddings=32))
+    source = Prefixes([TEXT], "words")
+    assert len(diagnose(model, Characters(), source, [32]).table) == 2
+    with pytest.raises(ValueError, match="learned positions for 32 tokens, and an input has 33"):
+        diagnose(model, Characters(), source, [33])
+
+
+def test_inputs_of_one_token_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="an input of one token has one key"):
+        diagnose(build("llama"), Characters(), Prefixes([TEXT], "words"), [1, 8], out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    diagnose(build("llama"), Characters(), Prefixes([TEXT], "words"), [2]).save(tmp_path)
+
+
+def test_a_model_that_gives_nan(tmp_path: Path) -> None:
+    model = build("llama")
+    model.model.layers[1].self_attn.q_proj.weight.data.fill_(math.nan)
+    with pytest.raises(ValueError, match="attention logits of layer 1 are not all finite"):
+        diagnose(model, Characters(), MaximumPrompts(2), [2], out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sharpened_model_is_another_model(tmp_path: Path) -> None:
+    model, source = build("llama"), Prefixes([TEXT], "words")
+    with sharpen(model, Constant(3)):
+        sharpened = diagnose(model, Characters(), source, [16], out=tmp_path).table
+    plain = diagnose(model, Characters(), source, [16]).table
+    assert sharpened.where(layer=0).rows == plain.where(layer=0).rows
+    assert sharpened.where(layer=2).rows != plain.where(layer=2).rows
+    with pytest.raises(ValueError, match="holds a diagnosis with another model"):
+        diagnose(model, Characters(), source, [16], out=tmp_path)
+
+
+def test_heads_with_a_window_are_left_out_of_the_theorem() -> None:
+    found = diagnose(build("gemma2"), Characters(), Prefixes([TEXT], "words"), [32]).data
+    at = {name: i for i, name in enumerate(found["columns"])}
+    growing = [row[at["spread_mean"]] for row in found["rows"] if row[at["window"]] is None]
+    average = float(np.mean(growing))
+    (said,) = (s for s in sentences(Heads(found)) if "logit spread" in s)
+    n = dispersion_length(float(f"{average:.6g}"), found["epsilon"]).paper
+    assert f"Were {average:.2f}, the average of heads without a window (4 of 12), the bound" in said
+    assert f"from {n:,} keys on" in said
+    windowed = {**found, "rows": [row for row in found["rows"] if row[at["window"]] is not None]}
+    (said,) = (s for s in sentences(Heads(windowed)) if "logit spread" in s)
+    assert "Theorem" not in said
+
+
+def test_an_infinite_beta_is_said(tmp_path: Path) -> None:
+    found = diagnose(build("llama"), Characters(), MaximumPrompts(2), [2], policy=Hard())
+    assert {row["beta_last"] for row in found.table} == {row["beta_mean"] for row in found.table} == {math.inf}
+    paths = {path.name: path for path in found.save(tmp_path)}
+    data = json.loads(paths["diagnosis.json"].read_text(), parse_constant=pytest.fail)
+    assert {row["beta"] for row in data["attention"]["heads"]} == {"inf"}
+    rows = list(csv.DictReader(paths["diagnosis.csv"].read_text().splitlines()))
+    assert {row["beta_last"] for row in rows} == {"inf"}
+    assert Diagnosis(data).table.rows == found.table.rows
 
 
 def test_policies_that_cannot_be_saved_are_refused() -> None:

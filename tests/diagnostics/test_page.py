@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sharpmax import Hard
 from sharpmax.diagnostics import Diagnosis, diagnose
 from sharpmax.diagnostics.report import write
+from sharpmax.diagnostics.report.page import page as page_of
 from sharpmax.diagnostics.sources import MaximumPrompts, Prefixes
 from tests.browser.webdriver import CHROMIUM, DRIVER, Browser, browser
 from tests.diagnostics.models import Characters, build
@@ -126,6 +129,11 @@ def test_spreads_and_ranking(chromium: Browser, page: Path, found: Diagnosis) ->
     mean = sum(values) / len(values)
     deviation = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
     assert chromium.evaluate(last)[2:5] == [f"{min(values):.2f}", f"{max(values):.2f}", f"{mean:.2f} ± {deviation:.2f}"]
+    growing = found.table.where(length=32, window=None).column("spread_max")
+    n = math.floor(math.exp(sum(growing) / len(growing)) / 0.01) + 1
+    assert chromium.evaluate(last)[5] == f"{n:,}"
+    note = "n is for the average of heads without a window (4 of 12); the rows of the others stop growing."
+    assert text(chromium, "#spreads-note") == note
     sharpest = min(found.table.where(length=32).rows, key=lambda row: row["normalised_last"])
     first = "document.querySelector('#ranking tbody tr button').textContent"
     assert chromium.evaluate(first) == f"Layer {sharpest['layer']}, head {sharpest['head']}"
@@ -187,6 +195,33 @@ def test_dark(chromium: Browser, page: Path) -> None:
         chromium.open(page, DESK, dark=dark)
         colour = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
         assert least <= sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(","))) <= most
+
+
+def test_no_head_loses_sharpness(found: Diagnosis) -> None:
+    at = {name: i for i, name in enumerate(found.data["columns"])}
+    rows = [list(row) for row in found.data["rows"]]
+    for row in rows:
+        row[at["entropy_last"]] = 5 - 0.1 * math.log(row[at["n"]])
+    cards = page_of({**found.data, "rows": rows}).partition('class="findings"')[0]
+    assert "no head gains entropy as n grows" in cards
+    assert "+-" not in cards
+    assert "+" in page_of(found.data).partition("Loses it fastest")[2][:60]
+
+
+@needs_browser
+def test_an_infinite_beta(chromium: Browser, tmp_path: Path) -> None:
+    hard = diagnose(build("llama"), Characters(), MaximumPrompts(1), [2, 8], policy=Hard())
+    chromium.open(write(tmp_path, hard.data)[0], DESK)
+    assert text(chromium, "#beta-value") == "∞"
+    assert text(chromium, "#beta-policy").endswith(": ∞")
+    assert "∞; acts on 100% of rows" in text(chromium, "#head-facts")
+    assert "β = ∞: entropy 0.00, largest 1.000" in text(chromium, "#row-facts").replace("-0.00", "0.00")
+    choose(chromium, "#metric", "beta")
+    assert text(chromium, "#said").endswith(": ∞")
+    assert "Infinite" in text(chromium, "#curves")
+    choose(chromium, "#beta", "2")
+    assert text(chromium, "#beta-value") == "2.00"
+    assert chromium.messages() == []
 
 
 @needs_browser

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import sharpmax
-from sharpmax import PAPER, PAPER_HELD, Constant, EntropyPolynomial, LogLength, PerHead
+from sharpmax import PAPER, PAPER_HELD, Constant, EntropyPolynomial, Hard, LogLength, PerHead
 from sharpmax.diagnostics import METRICS, Table, record
 from sharpmax.diagnostics.ranges import policy_range
 from sharpmax.huggingface import sharpen
@@ -120,16 +120,82 @@ def test_the_model_computes_as_ever_and_is_left_as_it_was(family: str) -> None:
     assert model.config._attn_implementation == name
 
 
-def test_a_sharpened_model_is_recorded_without_its_policy() -> None:
+def test_a_sharpened_model_computes_as_ever() -> None:
     model, inputs = build("llama"), batch("")
     with torch.no_grad():
+        stock = model(**inputs).logits
         with record(model) as plain:
             model(**inputs)
-        with sharpen(model, Constant(3)):
+        with sharpen(model, Constant(3), layers=[0, 1]):
+            outside = model(**inputs).logits
             with record(model) as sharpened:
-                model(**inputs)
+                inside = model(**inputs).logits
             assert model.config._attn_implementation == "sharpmax"
-    assert sharpened.rows == plain.rows
+            assert torch.equal(model(**inputs).logits, outside)
+    assert torch.equal(inside, outside)
+    assert not torch.allclose(inside, stock)
+    assert sharpened.where(layer=0).rows == plain.where(layer=0).rows  # logits before beta
+    assert sharpened.where(layer=1).rows != plain.where(layer=1).rows
+
+
+def test_policies_that_are_idle_stay_so() -> None:
+    model, inputs = build("llama"), batch("")
+    sharpen(model, Constant(3))
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        outside = model(**inputs).logits
+        with record(model):
+            inside = model(**inputs).logits
+        assert torch.equal(model(**inputs).logits, outside)
+    assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_are_counted_once(reentrant: bool) -> None:
+    model, inputs = build("llama").train(), batch("")
+    with record(model) as plain:
+        model(**inputs, use_cache=False).logits.sum().backward()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with record(model) as stats:
+        model(**inputs, use_cache=False).logits.sum().backward()
+        model(**inputs, use_cache=False).logits.sum().backward()
+    assert len(stats) == 2 * len(plain) == 2 * 2 * 3 * 4
+    assert stats.where(forward=0).rows == plain.rows
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo")
+@pytest.mark.parametrize("before", [False, True])
+def test_a_compiled_model_is_not_seen_and_that_is_said(before: bool) -> None:
+    model, inputs = build("llama"), batch("")["input_ids"]
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        if before:
+            compiled(inputs)
+        with (
+            pytest.warns(UserWarning, match="LlamaForCausalLM ran, but none of its attention was seen"),
+            record(model) as stats,
+        ):
+            compiled(inputs)
+        assert len(stats) == 0
+        with record(model, layers=[9]) as stats:
+            model(inputs)
+        with record(model):
+            pass
+
+
+def test_an_infinite_beta() -> None:
+    model = build("llama")
+    with torch.no_grad(), record(model, Hard(), attention={0: [0]}) as stats:
+        model(**batch(""))
+    assert {row["beta_mean"] for row in stats} == {row["beta_last"] for row in stats} == {math.inf}
+    assert {row["acts"] for row in stats} == {1}
+    (first, _) = stats.attention
+    assert first.beta == math.inf
+    assert first.sharpened.max() == 1
+    assert {row["beta_last"] for row in json.loads(stats.to_json(), parse_constant=pytest.fail)} == {"inf"}
+    assert ",inf," in stats.to_csv()
 
 
 def test_windowed_heads_have_no_length_at_which_they_disperse() -> None:

@@ -60,11 +60,22 @@ def test_the_table_of_tiny_models(tiny: None, tmp_path: Path, monkeypatch: pytes
         assert found["deviation"] == pytest.approx(np.std(found["heads"]), abs=1e-3)
     last, largest = (np.array(model["readings"][reading]["heads"]) for reading in ("spread_last", "spread_max"))
     assert (largest >= last - 1e-3).all()
+    last_row = model["readings"]["spread_last"]
+    assert f"average {last_row['average']:.2f} ± {last_row['deviation']:.2f} at the last token." in data["caption"]
     lines = paths[4].read_text().splitlines()
     assert lines[-2] == "| Gemma 2B (the paper's) | not said | 2.28 | 14.78 | 5.69 ± 2.05 | about 4,000 |"
     rows = list(csv.DictReader(paths[3].read_text().splitlines()))
     assert [row["model"] for row in rows[-2:]] == [f"{spread.model} (the paper's)" for spread in GEMMA_SPREADS]
     assert len(rows) == 5
+
+
+def test_names_are_not_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "load", lambda *_, **__: (build("llama"), Characters()))
+    short = tmp_path / "short.txt"
+    short.write_text("a few words")
+    monkeypatch.setattr(spread_table, "SOURCE", short)
+    assert len(fig3.run(tmp_path, model=["x$a_{$b"], sizes="2", prompts=1)) == 3
+    assert len(spread_table.run(tmp_path, model=["x$a_{$b"])) == 5
 
 
 def test_the_text_is_that_of_the_commit() -> None:

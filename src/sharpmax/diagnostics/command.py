@@ -17,6 +17,7 @@ from .sources import MaximumPrompts, Prefixes, Source
 POLICIES = {"paper": PAPER, "paper-held": PAPER_HELD}
 TASKS = ("max",)
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_NUMBERS = 10_000
 
 
 @contextmanager
@@ -114,7 +115,10 @@ def parse_numbers(text: str, what: str) -> list[int]:
         first, dash, last = (word.strip() for word in part.partition("-"))
         if not first.isdecimal() or (dash and not (last.isdecimal() and int(last) >= int(first))):
             raise ValueError(f"expected {what} to be whole numbers with commas between them, got {text!r}")
-        found.update(range(int(first), int(last if dash else first) + 1))
+        several = range(int(first), int(last if dash else first) + 1)
+        if several.stop - several.start + len(found) > MOST_NUMBERS:
+            raise ValueError(f"expected at most {MOST_NUMBERS:,} {what}, got {text!r}")
+        found.update(several)
     return sorted(found)
 
 
@@ -158,7 +162,7 @@ def _load(model: str, device: str | None, dtype: str) -> tuple[Any, Any]:
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=where)
+        torch.zeros(1, device=where).item()
     except (RuntimeError, AssertionError):
         raise ValueError(f"expected a device that torch has here, got {where!r}") from None
     network: Any

@@ -18,16 +18,19 @@ from torch import nn
 
 from ..core.files import write_text
 from ..core.policies import PAPER, Policy
+from ..huggingface.stored import KEY
 from ..provenance import provenance
-from .record import EPSILON, AttentionRow, Recording, dispersion_n, record
+from .fingerprint import fingerprint
+from .record import EPSILON, AttentionRow, Recording, dispersion_n, record, runs_sharpmax
 from .sources import Source
 from .summary import METRICS
-from .table import Table, number
+from .table import Table, as_json, number, rounded, table_of
 
 SCHEMA = "sharpmax.diagnosis/1"
 COLUMNS = ("length", "layer", "head", "window", "prompts", *METRICS, "entropy_last_over_prompts", "dispersion_n")
 """Columns of a diagnosis: means over the prompts of one length, but for ``spread_min`` and ``spread_max``."""
 
+LONGEST_INPUT = 9_999_999
 LONGEST_ROW, ROW_BYTES = 1024, 1_000_000
 STEP, HIDDEN = 1 / 1024, 0xFFFF
 """Logits of attention rows are kept as how many steps they lie below the row's largest, in 16 bits."""
@@ -44,7 +47,7 @@ class Diagnosis:
     @property
     def table(self) -> Table:
         columns = self.data["columns"]
-        return Table([dict(zip(columns, row, strict=True)) for row in self.data["rows"]])
+        return table_of(columns, self.data["rows"])
 
     def save(self, out: str | Path) -> list[Path]:
         """Write report.html, diagnosis.json, diagnosis.csv and diagnosis.png into the folder ``out``."""
@@ -83,8 +86,7 @@ def diagnose(
     chosen = None if layers is None else sorted(set(layers))
     check_lengths(asked)
     source.check(tokenizer, asked)
-    longest = {length: max(map(len, source.inputs(tokenizer, length))) for length in asked}
-    check_positions(model, max(longest.values()))
+    check_tokens(model, [len(ids) for length in asked for ids in source.inputs(tokenizer, length)])
     about = {
         "schema": SCHEMA,
         "model": _about(model, name),
@@ -112,18 +114,31 @@ def check_lengths(lengths: Sequence[int]) -> None:
     """Refuse lengths that are no numbers of items or tokens."""
     if not lengths or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in lengths):
         raise ValueError(f"expected lengths to be whole numbers of at least 1, got {list(lengths)!r}")
+    if max(lengths) > LONGEST_INPUT:
+        raise ValueError(f"expected lengths of at most {LONGEST_INPUT:,}, got {max(lengths)}")
 
 
-def check_positions(model: nn.Module, tokens: int) -> None:
-    """Refuse inputs that are longer than a table of learned positions."""
+def check_tokens(model: nn.Module, tokens: Sequence[int]) -> None:
+    """Refuse inputs of a single token, and those that are longer than a table of learned positions."""
+    if min(tokens) < 2:
+        raise ValueError("an input of one token has one key, on which all heads are alike; ask for 2 tokens or more")
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding) or not ("position" in name or name.endswith("wpe")):
             continue
-        if tokens > module.num_embeddings:
+        positions = module.num_embeddings - _first_position(module)
+        if max(tokens) > positions:
             raise ValueError(
-                f"the model has learned positions for {module.num_embeddings:,} tokens, and an input has {tokens:,}; "
+                f"the model has learned positions for {positions:,} tokens, and an input has {max(tokens):,}; "
                 "ask for shorter lengths"
             )
+
+
+def _first_position(table: nn.Embedding) -> int:
+    """Where the first token stands: OPT and BART leave two places free, RoBERTa those up to that of padding."""
+    offset = getattr(table, "offset", None)
+    if isinstance(offset, int):
+        return offset
+    return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
 def _measure(
@@ -189,6 +204,9 @@ def _check_recorded(stats: Recording, layers: list[int] | None) -> None:
     if not stats.rows:
         which = "" if layers is None else f" in layers {', '.join(map(str, layers))}"
         raise ValueError(f"the model called no attention{which}, so there is nothing to show")
+    broken = sorted({row["layer"] for row in stats if None in (row["entropy_mean"], row["entropy_last"])})
+    if broken:
+        raise ValueError(f"the attention logits of layer {broken[0]} are not all finite, so there is nothing to show")
 
 
 def _over_prompts(length: int, rows: Sequence[Mapping[str, Any]], epsilon: float) -> list[list[Any]]:
@@ -203,11 +221,11 @@ def _over_prompts(length: int, rows: Sequence[Mapping[str, Any]], epsilon: float
         for name in METRICS:
             values = [row[name] for row in several if row[name] is not None]
             combine = {"spread_min": min, "spread_max": max}.get(name, statistics.fmean)
-            found[name] = number(combine(values), 6) if values else None
+            found[name] = rounded(name, combine(values), 6) if values else None
         entropies = [row["entropy_last"] for row in several]
         found["entropy_last_over_prompts"] = number(statistics.pstdev(entropies), 6)
         found["dispersion_n"] = None if found["window"] else dispersion_n(found["spread_max"], epsilon)
-        gathered.append([found[name] for name in COLUMNS])
+        gathered.append([as_json(found[name]) for name in COLUMNS])
     return gathered
 
 
@@ -216,7 +234,7 @@ def _packed(row: AttentionRow) -> dict[str, Any]:
     below = ((row.logits.max() - row.logits).double() / STEP).clamp(max=HIDDEN - 1).round().numpy()
     steps = np.where(row.logits.isinf().numpy(), HIDDEN, below).astype("<u2")
     text = base64.b64encode(steps.tobytes()).decode("ascii")
-    return {"layer": row.layer, "head": row.head, "beta": number(row.beta, 5), "below": text}
+    return {"layer": row.layer, "head": row.head, "beta": as_json(rounded("beta", row.beta, 5)), "below": text}
 
 
 def unpacked(row: Mapping[str, Any]) -> np.ndarray:
@@ -239,6 +257,8 @@ def _about(model: Any, name: str | None) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "config_sha256": hashlib.sha256(settings.encode()).hexdigest(),
+        "weights_sha256": fingerprint(model),
+        **({"policies": getattr(config, KEY, None)} if runs_sharpmax(model) else {}),
     }
 
 

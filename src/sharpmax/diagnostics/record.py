@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.policies import PAPER, Constant, Policy
 from ..huggingface import sharpen
 from ..huggingface.interface import Call, observe
+from ..huggingface.interface import attention as sharpmax_attention
+from ..huggingface.switch import _outermost
 from ..theory import dispersion_length
 from ..torch.attention import row_betas
 from ..torch.checks import check_policy
 from .rows import as_inputs, call_rows, counting_rows, documents, is_windowed, last_logits
 from .summary import METRICS, last_rows, reduced
-from .table import Table, number
+from .table import Table, rounded
 
 EPSILON = 0.01
 WHOLE = ("tokens", "n")
@@ -108,12 +112,14 @@ def record(
             model(**inputs)
         stats.to_pandas()
 
-    Within the block the model computes what it computes with stock attention (policy ``Constant(1)``), and its
-    attention is as it was afterwards. Every row's statistics are streamed: nothing of size n x n is held.
+    Within the block the model computes what it always computes: with its own policies if it is sharpened, else with
+    ``Constant(1)``, which is plain softmax; its attention is as it was afterwards. Every row's statistics are streamed:
+    nothing of size n x n is held. What gradient checkpointing computes a second time is not counted again.
 
     Args:
       model: any model that takes an attention implementation.
-      policy: what ``beta``, ``acts`` and ``outside`` are computed for; ``PAPER`` if not given. It does not act.
+      policy: what ``beta``, ``acts`` and ``outside`` are computed for, from logits before any beta; ``PAPER`` if not
+        given. It does not act.
       layers: record these alone.
       attention: keep the last row of these heads, ``{layer: heads}`` or layers (with all of their heads), in
         ``.attention``.
@@ -132,8 +138,32 @@ def record(
     recording = Recording(chosen, epsilon)
     wanted = None if layers is None else frozenset(layers)
     observer = _Observer(model, recording, wanted, attention, sample, impl)
-    with sharpen(model, Constant(1)), observer.counting_forwards(), observe(observer):
+    with _watched(model), observer.counting_forwards(), observe(observer):
         yield recording
+    if observer.forward >= 0 and not observer.called:
+        warnings.warn(
+            f"{type(model).__name__} ran, but none of its attention was seen: record does not see what torch.compile "
+            "has compiled, so run the model itself",
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[None]:
+    """Within the block attention is sharpmax's: with plain softmax in models that run with another."""
+    with ExitStack() as stack:
+        for root in _outermost(model) or [model]:
+            if not runs_sharpmax(root):
+                stack.enter_context(sharpen(root, Constant(1)))
+        yield
+
+
+def runs_sharpmax(model: nn.Module) -> bool:
+    """Whether the (language) model's attention is sharpmax's."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return False
+    return ALL_ATTENTION_FUNCTIONS.get(config.get_text_config()._attn_implementation) is sharpmax_attention
 
 
 class _Observer:
@@ -152,7 +182,7 @@ class _Observer:
         self.attention = _heads(attention)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.order: dict[int, int] = {}
-        self.forward, self.depth = -1, 0
+        self.forward, self.depth, self.called = -1, 0, False
 
     @contextmanager
     def counting_forwards(self) -> Iterator[None]:
@@ -175,6 +205,9 @@ class _Observer:
         self.depth -= 1
 
     def __call__(self, call: Call) -> None:
+        self.called = True
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again, within a backward
+            return
         layer = getattr(call.module, "layer_idx", None)
         if not isinstance(layer, int):
             layer = self.order.setdefault(id(call.module), len(self.order))
@@ -225,7 +258,7 @@ def _heads(attention: Heads) -> dict[int, list[int] | None] | None:
 def _rows(call: _Seen, epsilon: float) -> Iterator[dict[str, Any]]:
     for b, heads in enumerate(call.numbers.tolist()):
         for h, values in enumerate(heads):
-            found = {name: number(value) for name, value in zip(METRICS, values, strict=True)}
+            found = {name: rounded(name, value) for name, value in zip(METRICS, values, strict=True)}
             found |= {name: int(found[name] or 0) for name in WHOLE}
             yield {
                 "forward": call.forward,

@@ -13,6 +13,8 @@ from typing import Any
 from ..core.files import write_text
 from ..extras import require
 
+INFINITE = "inf"
+
 
 class Table:
     """Rows that are plain dictionaries with the same keys; numbers that are not known are ``None``."""
@@ -63,8 +65,9 @@ class Table:
         return _given(buffer.getvalue(), path)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The table as a JSON list of objects; written to ``path`` too, if one is given."""
-        lines = ",\n".join(json.dumps(row, allow_nan=False) for row in self.rows)
+        """The table as a JSON list of objects, ``"inf"`` for infinity; written to ``path`` too, if one is given."""
+        rows = ({name: as_json(value) for name, value in row.items()} for row in self.rows)
+        lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
         return _given(f"[\n{lines}\n]\n", path)
 
     def __repr__(self) -> str:
@@ -81,6 +84,26 @@ def _given(text: str, path: str | Path | None) -> str:
     if path is not None:
         write_text(path, text)
     return text
+
+
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """A table from rows in JSON."""
+    return Table([{name: from_json(value) for name, value in zip(columns, row, strict=True)} for row in rows])
+
+
+def as_json(value: Any) -> Any:
+    """A value of a table for JSON, which has no infinite numbers: ``"inf"`` for one."""
+    return INFINITE if value == math.inf else value
+
+
+def from_json(value: Any) -> Any:
+    """The value that :func:`as_json` wrote."""
+    return math.inf if value == INFINITE else value
+
+
+def rounded(name: str, value: float, digits: int = 7) -> float | None:
+    """:func:`number` for a column: beta alone may be infinite, under a policy that takes the largest logit."""
+    return math.inf if value == math.inf and name.startswith("beta") else number(value, digits)
 
 
 def number(value: float, digits: int = 7) -> float | None:

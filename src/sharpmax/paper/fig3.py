@@ -131,7 +131,7 @@ def draw(figure: Figure, data: Mapping[str, Any]) -> None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [f"{n:,}" for n in sizes])
         axis.minorticks_off()
-        axis.set_title(panel["model"], loc="left", pad=3)
+        axis.set_title(panel["model"], loc="left", pad=3, parse_math=False)
         axis.set_xlabel("items in the sequence")
         axis.legend(loc="upper left")
     top = max(v for panel in data["panels"] for line in panel["heads"] for v in line)

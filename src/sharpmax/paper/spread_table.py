@@ -52,7 +52,7 @@ def data(models: Sequence[str]) -> dict[str, Any]:
     for model in found:
         last = model["readings"]["spread_last"]
         sentences.append(
-            f"{model['model']}: {last['min']:.2f} to {last['max']:.2f}, average {last['average']:.2f} +- "
+            f"{model['model']}: {last['min']:.2f} to {last['max']:.2f}, average {last['average']:.2f} ± "
             f"{last['deviation']:.2f} at the last token."
         )
     caption = CAPTION.format(
@@ -127,7 +127,7 @@ def rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def markdown(data: Mapping[str, Any]) -> str:
-    """The table in the paper's form: min, max, average +- deviation."""
+    """The table in the paper's form: min, max, average ± deviation."""
     lines = ["| model | delta of a head | min | max | average ± deviation | tokens |", "|---|---|---|---|---|---|"]
     for row in rows(data):
         spread = f"{row['average']} ± {row['deviation']}"
@@ -149,7 +149,8 @@ def draw(figure: Figure, data: Mapping[str, Any]) -> None:
             axis.errorbar(place + 0.36, found["average"], found["deviation"], fmt="o", color="black", ms=3, capsize=2)
             labels.append((place, data["readings"][reading]))
             place += 1
-        axis.text(place - (len(model["readings"]) + 1) / 2, 150, model["model"], ha="center", va="top")
+        middle = place - (len(model["readings"]) + 1) / 2
+        axis.text(middle, 150, model["model"], ha="center", va="top", parse_math=False)
         place += 0.3
     for paper in data["paper"]:
         axis.vlines(place, paper["lowest"], paper["highest"], color=GREY, linewidth=4, alpha=0.35)

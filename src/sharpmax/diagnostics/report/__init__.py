@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.files import write_bytes, write_text
 from ...extras import require
-from ..table import Table
+from ..table import table_of
 from .page import page
 
 
@@ -18,7 +18,7 @@ def write(out: Path, data: Mapping[str, Any]) -> list[Path]:
     require("matplotlib", "experiments", "Drawing figures")
     from .pictures import png
 
-    table = Table([dict(zip(data["columns"], row, strict=True)) for row in data["rows"]])
+    table = table_of(data["columns"], data["rows"])
     paths = [out / name for name in ("report.html", "diagnosis.png", "diagnosis.csv", "diagnosis.json")]
     write_text(paths[0], page(data))
     write_bytes(paths[1], png(data))

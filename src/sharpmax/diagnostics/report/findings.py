@@ -136,12 +136,17 @@ def _sinks(heads: Heads) -> str:
 
 
 def _spreads(heads: Heads) -> str:
-    last = heads.over_heads(f"spread_{heads.reading}")[-1]
-    epsilon = heads.data["epsilon"]
-    n = dispersion_length(float(f"{last.average:.6g}"), epsilon).paper
+    values, growing = heads.read("spread")[-1], np.isnan(heads.values("window")[-1])
+    known = ~np.isnan(values)
+    text = f"At the longest input the logit spread δ of a head is {spread_of(values[known])}."
+    if not (known & growing).any():
+        return text
+    average, epsilon = float(values[known & growing].mean()), heads.data["epsilon"]
+    n = dispersion_length(float(f"{average:.6g}"), epsilon).paper
+    which = "" if growing.all() else f", the average of heads without a window ({growing.sum()} of {len(growing)}),"
     return (
-        f"At the longest input the logit spread δ of a head is {last}. Were {last.average:.2f} the bound of all "
-        f"logits, Theorem 2.2 would have every coefficient below {epsilon:g} from {long(n)} keys on."
+        f"{text} Were {average:.2f}{which} the bound of all logits, Theorem 2.2 would have every coefficient below "
+        f"{epsilon:g} from {long(n)} keys on."
     )
 
 

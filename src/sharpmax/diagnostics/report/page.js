@@ -30,10 +30,11 @@ const named = (metric, reading) => {
   const chosen = readings.includes(reading) ? reading : readings[0];
   return chosen ? metric + "_" + chosen : metric;
 };
-const value = (head, name, length = state.length) => head.at.get(length)?.[column[name]] ?? null;
+const number = v => v === "inf" ? Infinity : v ?? null;
+const value = (head, name, length = state.length) => number(head.at.get(length)?.[column[name]]);
 const current = () => named(state.metric, state.reading);
 const label = head => `Layer ${head.layer}, head ${head.head}`;
-const shown = (x, digits) => x === null ? "–" : x.toFixed(digits).replace("-", "−");
+const shown = (x, digits) => x === null ? "–" : x === Infinity ? "∞" : x.toFixed(digits).replace("-", "−");
 const count = n => n === null ? "–" : n < 1e6 ? Math.round(n).toLocaleString("en") : n.toExponential(1).replace("e+", " × 10^");
 const power = text => text.replace(/10\^(\d+)/, "10<sup>$1</sup>");
 const moments = values => {
@@ -88,8 +89,8 @@ function buildMap() {
 }
 function extent() {
   const metric = METRICS[state.metric];
-  const all = [...heads.values()].flatMap(h => lengths.map(n => value(h, current(), n))).filter(v => v !== null);
-  const low = metric.low ?? Math.min(...all), high = metric.high ?? Math.max(...all);
+  const all = [...heads.values()].flatMap(h => lengths.map(n => value(h, current(), n))).filter(v => v !== null && v < Infinity);
+  const low = metric.low ?? Math.min(...all, ...(all.length ? [] : [0])), high = metric.high ?? Math.max(...all, low);
   return { low, high: high > low ? high : low + 1 };
 }
 function drawMap() {
@@ -139,9 +140,12 @@ function drawCurves() {
   const chosen = heads.get(state.key);
   const drawn = [...heads.values()].filter(h => state.scope === "all" || h.layer === chosen.layer);
   const tokens = Object.fromEntries(data.lengths.map(e => [e.length, e.tokens.reduce((a, b) => a + b, 0) / e.tokens.length]));
-  const points = head => lengths.map(n => [n, value(head, name, n)]).filter(p => p[1] !== null);
+  const points = head => lengths.map(n => [n, value(head, name, n)]).filter(p => p[1] !== null && p[1] < Infinity);
   const values = drawn.flatMap(points).map(p => p[1]);
-  if (!values.length) return;
+  const reading = { last: "at the last token", mean: "mean over rows", max: "largest of all rows" }[name.split("_")[1]] ?? "";
+  $("#curves-title").textContent = [metric.name, metric.unit && `(${metric.unit})`, reading && `, ${reading}`].filter(Boolean).join(" ").replace(" ,", ",");
+  $("#curves-key").textContent = "";
+  if (!values.length) { box.append(element("p", { class: "note" }, drawn.some(h => value(h, name) === Infinity) ? "Infinite: all weight is on the largest logit." : "Not known.")); return; }
   const uniform = state.metric === "entropy";
   const limits = uniform ? Object.values(tokens).map(Math.log) : [];
   let low = metric.low ?? Math.min(...values), high = metric.high ?? 1.05 * Math.max(...values, ...limits);
@@ -164,7 +168,7 @@ function drawCurves() {
   }
   svg.append(element("text", { x: (M.left + W - M.right) / 2, y: H - 4, "text-anchor": "middle", class: "title" }, data.source.unit === "items" ? "items in the sequence" : "tokens"));
   const band = lengths.map(n => {
-    const at = drawn.map(h => value(h, name, n)).filter(v => v !== null);
+    const at = drawn.map(h => value(h, name, n)).filter(v => v !== null && v < Infinity);
     return at.length ? [n, moments(at)] : null;
   }).filter(Boolean);
   const clip = v => Math.min(Math.max(v, low), high);
@@ -186,8 +190,6 @@ function drawCurves() {
   svg.append(line(points(chosen), { class: "chosen" }));
   for (const [n, v] of points(chosen)) svg.append(element("circle", { cx: X(n), cy: Y(v), r: 3.6, class: "chosen" }));
   box.append(svg);
-  const reading = { last: "at the last token", mean: "mean over rows", max: "largest of all rows" }[name.split("_")[1]] ?? "";
-  $("#curves-title").textContent = [metric.name, metric.unit && `(${metric.unit})`, reading && `, ${reading}`].filter(Boolean).join(" ").replace(" ,", ",");
   $("#curves-key").innerHTML = `<span class="swatch chosen"></span>${label(chosen)} <span class="swatch mean"></span>mean and deviation of ` +
     (state.scope === "all" ? `all ${drawn.length} heads` : `the ${drawn.length} heads of layer ${chosen.layer}`) + (uniform ? ` <span class="swatch uniform"></span>uniform attention, log n` : "");
 }
@@ -203,13 +205,17 @@ function niceSteps(low, high) {
 /* ---- tables ---- */
 function drawSpreads() {
   const reading = $("#spread-reading").value, name = "spread_" + reading, body = $("#spreads tbody");
+  const free = [...heads.values()].filter(h => !h.window), windowed = heads.size - free.length;
+  $("#spreads-note").textContent = !windowed ? "" : !free.length ? "All heads have a window: their rows stop growing, and there is no n." :
+    `n is for the average of heads without a window (${free.length} of ${heads.size}); the rows of the others stop growing.`;
   body.replaceChildren();
   for (const { length, tokens } of data.lengths) {
     const of = [...heads.values()].map(h => value(h, name, length)).filter(v => v !== null);
     const { mean, deviation } = moments(of);
-    const n = Math.floor(Math.exp(mean) / data.epsilon) + 1;
+    const growing = free.map(h => value(h, name, length)).filter(v => v !== null);
+    const n = growing.length ? power(count(Math.floor(Math.exp(moments(growing).mean) / data.epsilon) + 1)) : "none";
     const cells = [length.toLocaleString("en"), Math.round(tokens.reduce((a, b) => a + b, 0) / tokens.length).toLocaleString("en"),
-      shown(Math.min(...of), 2), shown(Math.max(...of), 2), `${shown(mean, 2)} ± ${shown(deviation, 2)}`, power(count(n))];
+      shown(Math.min(...of), 2), shown(Math.max(...of), 2), `${shown(mean, 2)} ± ${shown(deviation, 2)}`, n];
     const row = element("tr");
     cells.forEach((text, i) => { const cell = element(i ? "td" : "th", i ? {} : { scope: "row" }); cell.innerHTML = text; row.append(cell); });
     body.append(row);
@@ -249,6 +255,10 @@ function logits(row) {
   return Array.from({ length: bytes.length / 2 }, (_, i) => { const s = view.getUint16(2 * i, true); return s === 65535 ? -Infinity : -s / 1024; });
 }
 function softmax(z, beta) {
+  if (beta === Infinity) {
+    const most = Math.max(...z), ties = z.filter(v => v === most).length;
+    return z.map(v => v === most ? 1 / ties : 0);
+  }
   const e = z.map(v => v === -Infinity ? 0 : Math.exp(beta * v)), sum = e.reduce((a, b) => a + b, 0);
   return e.map(v => v / sum);
 }
@@ -257,10 +267,10 @@ const visible = word => /^ +$/.test(word) ? "␣".repeat(word.length) : word.rep
 function drawRow() {
   const row = rows.get(state.key);
   if (!row) return;
-  const z = logits(row), policy = row.beta ?? Number($("#beta").max), beta = state.beta ?? policy;
-  $("#beta").value = beta;
-  $("#beta-value").textContent = beta.toFixed(2);
-  $("#beta-policy").textContent = `The policy’s β for this row: ${policy.toFixed(2)}`;
+  const z = logits(row), policy = number(row.beta), beta = state.beta ?? policy;
+  $("#beta").value = Math.min(beta, Number($("#beta").max));
+  $("#beta-value").textContent = shown(beta, 2);
+  $("#beta-policy").textContent = `The policy’s β for this row: ${shown(policy, 2)}`;
   const before = softmax(z, 1), after = softmax(z, beta), most = Math.max(...before, ...after);
   $("#row-title").textContent = `${label(heads.get(state.key))}, last of ${z.length.toLocaleString("en")} tokens`;
   const W = Math.min(Math.max($("#row-bars").clientWidth, 300), 1000), H = 190, base = H - 16, svg = element("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "Coefficients of the last row, without and with the policy" });
@@ -278,7 +288,7 @@ function drawRow() {
     element("text", { x: 2, y: H - 2 }, "first token"), element("text", { x: W - 2, y: H - 2, "text-anchor": "end" }, "last token"));
   $("#row-bars").replaceChildren(svg);
   $("#row-facts").innerHTML = `<span class="swatch before"></span>β = 1: entropy ${entropyOf(before).toFixed(2)}, largest ${Math.max(...before).toFixed(3)} ` +
-    `<span class="swatch after"></span>β = ${beta.toFixed(2)}: entropy ${entropyOf(after).toFixed(2)}, largest ${Math.max(...after).toFixed(3)}`;
+    `<span class="swatch after"></span>β = ${shown(beta, 2)}: entropy ${entropyOf(after).toFixed(2)}, largest ${Math.max(...after).toFixed(3)}`;
   const strip = $("#row-words"), words = data.attention.words;
   const start = Math.max(0, words.length - 240), parts = document.createDocumentFragment();
   if (start) parts.append(element("span", { class: "cut" }, `… ${start} tokens before …`));

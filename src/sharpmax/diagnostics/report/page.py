@@ -82,7 +82,11 @@ def _cards(heads: Heads) -> str:
     if not np.isnan(slopes).all():
         worst = int(np.nanargmax(slopes))
         gain = slopes[worst] * math.log(2)
-        cards.append(("Loses it fastest", f"+{gain:.2f}<small>nats</small>", f"a doubling of n: {heads.name(worst)}"))
+        if round(gain, 2) > 0:
+            what, about = f"+{gain:.2f}<small>nats</small>", f"a doubling of n: {heads.name(worst)}"
+        else:
+            what, about = "none", "no head gains entropy as n grows"
+        cards.append(("Loses it fastest", what, about))
     spread = heads.over_heads(f"spread_{heads.reading}")[-1]
     about = f"logit spread δ of a head, from {spread.lowest:.2f} to {spread.highest:.2f}"
     cards.append(("Average spread", f"{spread.average:.2f}<small>± {spread.deviation:.2f}</small>", about))

@@ -46,7 +46,7 @@ def draw(figure: Figure, data: Mapping[str, Any]) -> None:
     heads = Heads(data)
     left, *right = figure.subplots(1, 3, width_ratios=[1.15, 1, 1])
     unit = data["source"]["unit"]
-    figure.suptitle(f"{data['model']['name']}, read {where_read(heads)}", fontsize=10)
+    figure.suptitle(f"{data['model']['name']}, read {where_read(heads)}", fontsize=10, parse_math=False)
     _map(left, heads, f"H / log n at {heads.lengths[-1]:,} {unit}", figure)
     first = min(layer for layer, _ in heads.heads)
     chosen = [i for i, (layer, _) in enumerate(heads.heads) if layer == first]
