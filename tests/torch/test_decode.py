@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import sharpmax
 import sharpmax.torch
@@ -305,6 +306,62 @@ def test_parameters_of_a_policy_get_no_gradient() -> None:
     torch.testing.assert_close(output, decode_attention(query, key, value, policy=sharpmax.Constant(2.0)))
 
 
+LENGTHS = lengths_of([1, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8], ids=str)
+def test_whole_numbers_of_any_type(dtype: torch.dtype) -> None:
+    lengths = [70, 33]
+    expected = decode_attention(Q, K, V, lengths_of(lengths))
+    torch.testing.assert_close(decode_attention(Q, K, V, torch.tensor(lengths, dtype=dtype)), expected)
+    (keys, table), (values, _) = (paged(cache, lengths, 16) for cache in (K, V))
+    found = paged_decode_attention(Q, keys, values, table.to(dtype), torch.tensor(lengths, dtype=dtype))
+    torch.testing.assert_close(found, expected)
+
+
+def test_numbers_beyond_int32_mean_all_of_the_cache() -> None:
+    found = decode_attention(Q, K, V, torch.tensor([(1 << 33) + 5, 1 << 40]))
+    torch.testing.assert_close(found, decode_attention(Q, K, V))
+
+
+@pytest.mark.parametrize("window", [5, 17, 40])
+def test_pages_before_the_window_are_not_read(window: int) -> None:
+    lengths = [70, 33]
+    expected = decode_attention(Q, K, V, lengths_of(lengths), window=window)
+    (keys, table), (values, _) = (paged(cache, lengths, 16) for cache in (K, V))
+    for b, length in enumerate(lengths):
+        first = max(length - 2 - (window - 1), 0) // 16
+        for p in range(first):
+            keys[table[b, p]], values[table[b, p]] = math.nan, math.nan
+            table[b, p] = 1 << 30
+    found = paged_decode_attention(Q, keys, values, table, lengths_of(lengths), window=window)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_without_pages_there_is_nothing(most: int) -> None:
+    keys, values = torch.empty(0, 16, 2, 16), torch.empty(0, 16, 2, 24)
+    table = torch.zeros(2, most, dtype=torch.int32)
+    output = paged_decode_attention(Q, keys, values, table, lengths_of([0, 0]))
+    assert isinstance(output, Tensor)
+    assert output.shape == (2, 4, 2, 24)
+    assert bool((output == 0).all())
+
+
+def test_the_head_size_that_is_too_large_is_named() -> None:
+    pytest.importorskip("triton")
+    wide = inputs(dim=300)
+    with pytest.raises(ValueError, match="from 1 to 256, got 300"):
+        decode_attention(*wide, impl="triton")
+    with pytest.raises(ValueError, match="from 1 to 256, got 0"):
+        decode_attention(Q, K, V[..., :0], impl="triton")
+
+
+def test_forward_mode_is_refused() -> None:
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="no gradient"):
+        decode_attention(forward_ad.make_dual(Q, torch.ones_like(Q)), K, V)
+
+
 REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "queries, head size": ((Q[:, :, 0], K, V), {}),
     "1 to 16 queries": ((Q.expand(2, 4, 2, 16).repeat(1, 1, 9, 1), K, V), {}),
@@ -313,8 +370,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "head size 16, got 8": ((Q, K[..., :8], V), {}),
     "multiple of the cache's 2 heads, got 3": ((Q[:, :3], K, V), {}),
     "one floating-point type": ((Q, K.half(), V), {}),
-    "cache_lengths to be int32": ((Q, K, V, torch.tensor([1, 2])), {}),
-    r"shape \[2\], got torch.int32 of shape \(3,\)": ((Q, K, V, lengths_of([1, 2, 3])), {}),
+    "cache_lengths to be a tensor of whole numbers, got torch.bool": ((Q, K, V, torch.tensor([True, True])), {}),
+    "cache_lengths to be a tensor of whole numbers, got list": ((Q, K, V, [1, 2]), {}),
+    "expected key to be a torch tensor, got NoneType": ((Q, None, V), {}),
+    "expected value to be a torch tensor, got list": ((Q, K, [1.0]), {}),
+    r"shape \[2\], got shape \(3,\)": ((Q, K, V, lengths_of([1, 2, 3])), {}),
     "no gradient": ((Q.clone().requires_grad_(), K, V), {}),
     "impl to be one of auto, triton, torch, got 'fast'": ((Q, K, V), {"impl": "fast"}),
     "window to be a whole number": ((Q, K, V), {"window": 0}),
@@ -334,11 +394,14 @@ def test_refused_pages() -> None:
     (keys, table), (values, _) = (paged(cache, [70, 70], 16) for cache in (K, V))
     refused: dict[str, Any] = {
         "alike but for the last": (Q, keys, values[:2], table, lengths_of([1, 2])),
-        "block_table to be int32": (Q, keys, values, table.long(), lengths_of([1, 2])),
+        "block_table to be a tensor of whole numbers, got torch.float32": (Q, keys, values, table * 1.0, LENGTHS),
+        "block_table to be a tensor of whole numbers, got NoneType": (Q, keys, values, None, LENGTHS),
+        r"block_table \[2, most pages\]": (Q, keys, values, table[:1], LENGTHS),
+        "key_cache to be a torch tensor": (Q, None, values, table, LENGTHS),
         "how many keys are valid, got None": (Q, keys, values, table, None),
     }
     for message, arguments in refused.items():
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             paged_decode_attention(*arguments)
 
 

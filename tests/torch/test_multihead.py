@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -73,9 +75,88 @@ def test_dropout_only_in_training() -> None:
     assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
 
 
+def sharp_layer() -> torch.nn.TransformerEncoderLayer:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    layer.self_attn = MultiheadAttention(8, 2, batch_first=True)
+    with torch.no_grad():
+        layer.self_attn.in_proj_weight.mul_(4)
+    return layer.eval()
+
+
+def by_hand(layer: torch.nn.TransformerEncoderLayer, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    x = layer.norm1(x + layer.self_attn(x, x, x, key_padding_mask=padding)[0])
+    return layer.norm2(x + layer.linear2(torch.relu(layer.linear1(x))))
+
+
+def saved_and_loaded(layer: torch.nn.Module) -> torch.nn.Module:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [lambda layer: layer, copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoder_layer_in_evaluation_calls_the_module(copied: Any, padded: bool) -> None:
+    layer, x = sharp_layer(), torch.randn(3, 6, 8)
+    padding = torch.arange(6) >= torch.tensor([[6], [4], [2]]) if padded else None
+    expected = by_hand(layer, x, padding)
+    layer = copied(layer)
+    assert torch.allclose(layer(x, src_key_padding_mask=padding), expected, atol=1e-6)
+    with torch.no_grad():
+        assert torch.allclose(layer(x, src_key_padding_mask=padding), expected, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype")
+@pytest.mark.parametrize("replaced", ["before", "after"])
+def test_encoder_in_evaluation_calls_the_module(replaced: str) -> None:
+    layer, x = sharp_layer(), torch.randn(3, 6, 8)
+    if replaced == "before":
+        encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    else:  # the encoder was built with torch's modules, and makes nested tensors of what is padded
+        encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+        encoder.layers = torch.nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+        encoder.eval()
+    padding = torch.arange(6) >= torch.tensor([[6], [4], [2]])
+    expected = by_hand(layer, by_hand(layer, x, padding), padding)
+    with torch.no_grad():
+        found = encoder(x, src_key_padding_mask=padding)
+    assert torch.allclose(found[~padding], expected[~padding], atol=1e-6)
+    found = encoder(x, src_key_padding_mask=padding)
+    assert torch.allclose(found[~padding], expected[~padding], atol=1e-6)
+
+
+def test_parameters_may_be_made_anew() -> None:
+    for kdim in (None, 6):
+        module = MultiheadAttention(8, 2, kdim=kdim)
+        before = {name: p.clone() for name, p in module.named_parameters() if p.ndim == 2 and name[0] != "o"}
+        module._reset_parameters()
+        assert before
+        assert not any(torch.equal(p, before[name]) for name, p in module.named_parameters() if name in before)
+
+
+def test_compiles_whole() -> None:
+    layer, x = sharp_layer(), torch.randn(3, 6, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.allclose(compiled(x), by_hand(layer, x, None), atol=1e-6)
+
+
+def test_state_dict_of_torch_with_a_learnable_policy() -> None:
+    theirs, _ = pair()
+    module = MultiheadAttention(8, 2, policy=Learnable(sharpmax.LearnableTemperature(heads=2)))
+    missing, unexpected = module.load_state_dict(theirs.state_dict(), strict=False)
+    assert not unexpected
+    assert all(name.startswith("policy.") for name in missing)
+
+
 @pytest.mark.parametrize(
     ("make", "call", "words"),
     [
+        ({"impl": "fast"}, {}, "auto, reference, streaming, triton, stock"),
+        ({}, {"attn_mask": torch.zeros(2, 3, 3)}, r"\(3, 3\) or \(4, 3, 3\)"),
+        ({}, {"key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)}, r"key_padding_mask of shape \(2, 3\)"),
         ({}, {"need_weights": True}, "need_weights=False"),
         ({"add_zero_attn": True}, {}, "add_zero_attn"),
         ({"add_bias_kv": True}, {}, "add_bias_kv"),

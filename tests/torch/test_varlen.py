@@ -10,6 +10,7 @@ from torch import Tensor
 
 import sharpmax
 from sharpmax.torch import Attention, scaled_dot_product_attention, varlen_attention
+from sharpmax.torch import attention as module
 
 STARTS_Q, STARTS_K = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 6, 8, 13])
 
@@ -72,9 +73,62 @@ def test_compiles_whole_streaming() -> None:
     assert torch.allclose(compiled(q, k, v), attend(q, k, v), atol=1e-6)
 
 
+OUTSIDE_Q, OUTSIDE_K = torch.tensor([2, 4, 4, 7]), torch.tensor([3, 6, 8, 11])
+
+
+def outside(impl: str) -> None:
+    """Tokens of no document get nothing, and the others what they get without them."""
+    q, k, v = inputs(torch.float32)
+    garbage = torch.full((1 << 20,), float("nan"))  # memory that is given back, and taken again
+    del garbage
+    found = varlen_attention(q, k, v, OUTSIDE_Q, OUTSIDE_K, causal=True, impl=impl, return_stats=True)
+    assert isinstance(found, Attention)
+    alone = varlen_attention(q[2:7], k[3:11], v[3:11], OUTSIDE_Q - 2, OUTSIDE_K - 3, causal=True, impl="streaming")
+    assert isinstance(alone, Tensor)
+    assert torch.allclose(found.output[2:7], alone, atol=1e-5)
+    no_document = torch.tensor([True, True, *[False] * 5, True, True])
+    assert (found.output[no_document] == 0).all()
+    assert (found.stats.entropy[:, no_document] == 0).all()
+    assert (found.stats.count[:, no_document] == 0).all()
+    assert found.beta.isfinite().all()
+    g = torch.randn_like(found.output)
+    gradients = torch.autograd.grad(found.output, (q, k, v), g)
+    expected = torch.autograd.grad(alone, (q, k, v), g[2:7])
+    for a, b in zip(gradients, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_tokens_outside_of_all_documents_streaming() -> None:
+    outside("streaming")
+
+
+def test_tokens_outside_of_all_documents_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(module, "_triton_refusal", lambda *_: "")
+    outside("triton")
+
+
+def test_no_implementation_serves_torch_func_grad() -> None:
+    q, k, v = (x.detach() for x in inputs())
+
+    def loss(q: Tensor) -> Tensor:
+        out = varlen_attention(q, k, v, STARTS_Q, STARTS_K)
+        assert isinstance(out, Tensor)
+        return out.sum()
+
+    with pytest.raises(ValueError, match=r"torch.func.grad; scaled_dot_product_attention with impl='reference' can"):
+        torch.func.grad(loss)(q)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"cu_seqlens_q": torch.tensor([0, 1, 1, 1], dtype=torch.bool)}, "whole numbers, got torch.bool"),
+        ({"cu_seqlens_q": torch.tensor([0, 5, 4, 9])}, "that do not fall"),
+        ({"cu_seqlens_q": torch.tensor([-1, 4, 4, 9])}, "from 0 to 9"),
+        ({"cu_seqlens_k": torch.tensor([0, 6, 8, 14])}, "from 0 to 13"),
+        ({"impl": "triton"}, "; streaming can$"),
+        ({"impl": "fast"}, "one of auto, streaming, triton, got 'fast'"),
         ({"cu_seqlens_k": torch.tensor([0, 13])}, "as many documents"),
         ({"cu_seqlens_q": [0, 9]}, "cu_seqlens_q"),
         ({"query": torch.randn(2, 9, 4, 8)}, "tokens, heads, columns"),

@@ -18,15 +18,13 @@ from ..core.policies import PAPER, Detached, Hard, PerHead, Policy, lowered, nee
 from ..core.stats import RowStats
 from . import fused, ops, reference
 from .blocks import accumulation
-from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked
-from .geometry import ALL, visible_counts
+from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked, forward_mode, has_tangent
+from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL, visible_counts
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-LARGEST_HEAD = 256
-"""Columns of a head that the Triton kernels take."""
-LARGEST_POLYNOMIAL = 8
-"""Coefficients of a policy that the Triton kernels evaluate themselves."""
+HARDEST = 1e4
+"""What stands for infinite beta where it is not served."""
 
 
 class Attention(NamedTuple):
@@ -74,18 +72,21 @@ def scaled_dot_product_attention(
       query: ``[..., Hq, Lq, D]``.
       key, value: ``[..., H, Lk, D]`` and ``[..., H, Lk, Dv]``.
       attn_mask: broadcasts against the logits ``[..., Hq, Lq, Lk]``; boolean (true where a key is seen), or numbers
-        that are added to the logits (``-inf``, or at most half of the type's lowest finite number, hides a key).
+        that are added to the logits (``-inf``, or at most half of the lowest finite number of its type or of the type
+        that logits are computed in, hides a key); or a ``CausalBias`` of ``torch.nn.attention.bias``.
       dropout_p: the probability that a weight is dropped. As in torch, always applied: pass 0 when not training.
       is_causal: ``True`` counts positions from the first query and key, as torch does; ``"lower_right"`` from the
         last, as a cache needs it. It may be combined with a mask.
       scale: what products of query and key are multiplied by; ``1 / sqrt(D)`` if not given.
       enable_gqa: allow more heads of the query than of the key; keys and values are not repeated in memory.
       policy: maps :class:`~sharpmax.RowStats` ``[B, Hq, Lq]`` to beta; any callable, module or built-in policy.
-        Gradient flows through beta unless the policy is :func:`~sharpmax.detached`.
+        Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. Rows of infinite beta are hard,
+        uniform over their largest logits, with ``"reference"`` and ``"streaming"``; ``"triton"`` and ``"stock"`` refuse
+        :class:`~sharpmax.Hard`, and take 10,000 for an infinity that any other policy gives.
       window: ``w``: keys less than ``w`` positions away are seen (the ``w`` latest, if causal); or ``(left, right)``,
         how many keys before and after its own position a query sees, -1 for all.
       softcap: logits are ``softcap * tanh(logits / softcap)``, before the mask is added; beta multiplies the result.
-      key_lengths: ``[B]``; keys from there on are not seen, whatever they hold.
+      key_lengths: ``[B]``; keys from there on are not seen, whatever they hold. Numbers are taken as within 0 and Lk.
       impl: ``"reference"`` (all logits at once), ``"streaming"`` (any device), ``"triton"`` (GPU), ``"stock"`` (torch's
         own attention on ``beta * query``), or ``"auto"``: see :func:`choose`. An implementation that cannot serve a
         call says so.
@@ -95,6 +96,8 @@ def scaled_dot_product_attention(
     """
     check_policy(policy)
     check_dropout(dropout_p)
+    if value is None:
+        raise TypeError("expected value to be a torch tensor, got NoneType")
     inputs = checked(
         query, key, value, attn_mask, key_lengths, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
         enable_gqa=enable_gqa,
@@ -107,7 +110,7 @@ def scaled_dot_product_attention(
             if _policy_inside(inputs, policy, chosen):
                 return inputs.restore(_with_policy_inside(inputs, policy, chosen, dropout_p))
         stats = _statistics(inputs, chosen, needs_spread(policy))
-        beta = row_betas(policy, stats)
+        beta = served_betas(row_betas(policy, stats), chosen)
         output = _attend(inputs, beta, stats.max, chosen, dropout_p)
     if not return_stats:
         return inputs.restore(output)
@@ -144,7 +147,21 @@ def row_stats(
     return RowStats(*(None if field is None else inputs.restore(field) for field in stats))
 
 
-def choose(impl: str, inputs: Inputs, policy: Policy | None, *, may_round: bool = False) -> str:
+def check_impl(impl: str, among: tuple[str, ...] = IMPLEMENTATIONS[1:]) -> None:
+    """Refuse the name of an implementation that there is not; ``among`` are those to name."""
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"expected impl to be one of {', '.join(('auto', *among))}, got {impl!r}")
+
+
+def choose(
+    impl: str,
+    inputs: Inputs,
+    policy: Policy | None,
+    *,
+    may_round: bool = False,
+    among: tuple[str, ...] = IMPLEMENTATIONS[1:],
+    what: str = "the call",
+) -> str:
     """The implementation that serves a call: ``impl`` itself, or for ``"auto"`` the first that can.
 
     With ``may_round``, ``"auto"`` is ``"stock"`` on NVIDIA GPUs of compute capability 9 or more, for float16 and
@@ -155,18 +172,28 @@ def choose(impl: str, inputs: Inputs, policy: Policy | None, *, may_round: bool 
     Otherwise, on a GPU, it is ``"triton"``, which applies beta to the logits in float32: its error is about that of
     stock attention. Where that cannot serve (float64, heads of more than 256 columns, a mask that needs a gradient,
     hard attention), and on every other device, it is ``"streaming"``. ``torch.func.grad`` and its like take no custom
-    operator; under them it is ``"reference"``.
+    operator, nor does differentiation in forward mode; under them it is ``"reference"``.
+
+    ``among`` are the implementations that there are of ``what`` is asked for.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"expected impl to be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    check_impl(impl, among)
+
+    def serves(name: str) -> bool:
+        return name in among and not _refusal(name, inputs, policy)
+
     if impl == "auto":
-        if may_round and _stock_is_fast(inputs) and not any(_refusal(i, inputs, policy) for i in ("stock", "triton")):
+        if may_round and _stock_is_fast(inputs) and serves("stock") and serves("triton"):
             return "stock"
-        return next(name for name in ("triton", "streaming", "reference") if not _refusal(name, inputs, policy))
-    if reason := _refusal(impl, inputs, policy):
-        others = [name for name in IMPLEMENTATIONS[1:] if not _refusal(name, inputs, policy)]
-        raise ValueError(f"impl={impl!r} does not serve {reason}; {', '.join(others)} can")
-    return impl
+        for name in ("triton", "streaming", "reference"):
+            if serves(name):
+                return name
+    elif serves(impl):
+        return impl
+    if impl not in ("auto", *among):
+        raise ValueError(f"impl={impl!r} does not serve {what}; {' and '.join(among)} can")
+    can = [name for name in among if serves(name)] or ["scaled_dot_product_attention with impl='reference'"]
+    reason = _refusal("streaming" if impl == "auto" else impl, inputs, policy)
+    raise ValueError(f"impl={impl!r} does not serve {reason}; {', '.join(can)} can")
 
 
 def _stock_is_fast(inputs: Inputs) -> bool:
@@ -193,6 +220,8 @@ def _refusal(impl: str, inputs: Inputs, policy: Policy | None) -> str:
     """What of a call ``impl`` does not serve, empty if it serves all of it."""
     if impl != "reference" and _differentiated_by_func():
         return "torch.func.grad"
+    if impl != "reference" and forward_mode() and has_tangent(*inputs, *_parameters(policy)):
+        return "differentiation in forward mode"
     if impl == "triton":
         return _triton_refusal(inputs, policy)
     return _stock_refusal(inputs, policy) if impl == "stock" else ""
@@ -206,6 +235,10 @@ def _differentiated_by_func() -> bool:
     return any(level.key() != functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
 
 
+def _parameters(policy: Any) -> tuple[Tensor, ...]:
+    return tuple(policy.parameters()) if isinstance(policy, torch.nn.Module) else ()
+
+
 def _triton_refusal(inputs: Inputs, policy: Policy | None) -> str:
     wide = any(x is not None and x.shape[-1] > LARGEST_HEAD for x in (inputs.q, inputs.v))
     mask = inputs.mask
@@ -214,6 +247,7 @@ def _triton_refusal(inputs: Inputs, policy: Policy | None) -> str:
         f"tensors on {inputs.q.device.type}": inputs.q.device.type != "cuda",
         "float64": inputs.q.dtype == torch.float64,
         f"heads of more than {LARGEST_HEAD} columns": wide,
+        "values without columns": inputs.v is not None and inputs.v.shape[-1] == 0,
         "the gradient of a mask": mask is not None and mask.requires_grad and torch.is_grad_enabled(),
         "hard attention": is_hard(policy),
     }
@@ -226,6 +260,8 @@ def _stock_refusal(inputs: Inputs, policy: Policy | None) -> str:
     causal = geometry.left == ALL and geometry.right == 0 and aligned
     reasons = {
         "a softcap": geometry.softcap > 0,
+        "a scale that is not positive": geometry.scale <= 0,
+        "values without columns": inputs.v is not None and inputs.v.shape[-1] == 0,
         "a mask of numbers": mask is not None and mask.dtype != torch.bool,
         "a window, or causality counted from the last key": geometry.banded and not causal,
         "causality with a mask or key lengths": geometry.banded
@@ -253,6 +289,11 @@ def row_betas(policy: Policy, stats: RowStats) -> Tensor:
         raise ValueError(
             f"expected the policy to give beta for rows of shape {tuple(stats.sum.shape)}, got {tuple(beta.shape)}"
         ) from None
+
+
+def served_betas(beta: Tensor, impl: str) -> Tensor:
+    """Beta as an implementation takes it: :data:`HARDEST` for infinity, where that is not served."""
+    return beta if impl in ("reference", "streaming") else torch.where(beta.isposinf(), HARDEST, beta)
 
 
 def _statistics(inputs: Inputs, impl: str, with_min: bool) -> RowStats:
@@ -314,12 +355,20 @@ def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor, impl: str, dropout_p:
         )  # fmt: skip
     if impl == "stock":
         if 0 not in (*q.shape, *k.shape):
-            return _stock(inputs, (q * beta[..., None]).to(q.dtype), dropout_p)
+            return _stock(inputs, _sharpened(q, beta), dropout_p)
         impl = "streaming"
     return ops.attend(
         q, k, v, beta, row_max, mask, key_lengths, None, None, _seed(dropout_p), geometry.numbers,
         float(dropout_p), impl
     )[0]  # fmt: skip
+
+
+def _sharpened(q: Tensor, beta: Tensor) -> Tensor:
+    """``beta * q`` in the type of ``q``; rows of beta :data:`HARDEST` are kept within its numbers."""
+    if q.dtype == torch.float16:
+        room = torch.finfo(q.dtype).max / q.detach().abs().amax(-1).clamp(min=1e-3).to(beta.dtype)
+        beta = torch.where(beta == HARDEST, torch.minimum(beta, room), beta)
+    return (q * beta[..., None]).to(q.dtype)
 
 
 def _stock(inputs: Inputs, scaled: Tensor, dropout_p: float) -> Tensor:

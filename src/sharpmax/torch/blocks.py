@@ -37,6 +37,11 @@ def hidden_logit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 2
 
 
+def shown(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where a mask of numbers, added to logits of type ``dtype``, hides nothing."""
+    return mask > max(hidden_logit(mask.dtype), hidden_logit(dtype))
+
+
 class Buffers:
     """Memory that is used again for every block."""
 
@@ -136,8 +141,8 @@ class Span:
             seen = call.geometry.visible(at, call.positions[start:stop], call.q.shape[2], lengths)
         if call.mask is not None:
             tile = self.mask_tile(rows, keys)
-            shown = tile if tile.dtype == torch.bool else tile > torch.finfo(tile.dtype).min / 2
-            seen = shown if seen is None else seen & shown
+            there = tile if tile.dtype == torch.bool else shown(tile, call.dtype)
+            seen = there if seen is None else seen & there
         return None if seen is None else ~seen
 
     def mask_index(self, rows: Rows, keys: tuple[int, int]) -> tuple[slice, ...]:

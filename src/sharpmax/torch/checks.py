@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..core.arrays import broadcasts, product
 from .geometry import ALL, Geometry
@@ -49,6 +52,9 @@ def checked(
     """The arguments of attention in one layout; bad ones are refused."""
     tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
     check_tensors(tensors)
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = None, _causality(attn_mask, query, key, is_causal, key_lengths)
+    _check_mask(attn_mask, query)
     query, key, value, attn_mask = under_autocast(query, key, value, attn_mask)
     _check_shapes(query, key, value, enable_gqa)
     geometry = geometry_of(query, is_causal, scale, window, softcap)
@@ -58,9 +64,8 @@ def checked(
     q, k, v = (None if x is None else _four(x) for x in (query, key, value))
     assert q is not None
     assert k is not None
-    return Inputs(
-        q, k, v, _mask(attn_mask, logits, heads), _lengths(key_lengths, batch, query.device), geometry, leading
-    )
+    lengths = _lengths(key_lengths, batch, key.shape[-2], query.device)
+    return Inputs(q, k, v, _mask(attn_mask, logits, heads), lengths, geometry, leading)
 
 
 def check_tensors(tensors: dict[str, Any]) -> None:
@@ -74,7 +79,7 @@ def check_tensors(tensors: dict[str, Any]) -> None:
         if x.device != first.device:
             raise ValueError(f"expected {', '.join(tensors)} on one device, got {first.device} and {x.device}")
     types = {x.dtype for x in tensors.values()}
-    if len(types) > 1 and not torch.is_autocast_enabled(first.device.type):
+    if len(types) > 1 and len({x.dtype for x in under_autocast(*tensors.values())}) > 1:
         raise TypeError(f"expected {', '.join(tensors)} of one type, got {', '.join(sorted(map(_name, types)))}")
 
 
@@ -124,12 +129,44 @@ def _four(x: Tensor) -> Tensor:
     return x.reshape(product(x.shape[:-3]), heads, *x.shape[-2:])
 
 
-def _mask(mask: Any, logits: tuple[int, ...], heads: int) -> Tensor | None:
+def _causality(bias: CausalBias, query: Tensor, key: Tensor, is_causal: Any, key_lengths: Any) -> Causal:
+    """What torch's object for a causal mask, which holds no numbers, says."""
+    if is_causal:
+        raise ValueError("expected either is_causal or a CausalBias as attn_mask, got both")
+    sizes, lengths = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if sizes != lengths:
+        raise ValueError(f"expected a CausalBias of {lengths[0]} queries and {lengths[1]} keys, got one of {sizes}")
+    if bias.variant == CausalVariant.UPPER_LEFT or sizes[0] == sizes[1]:
+        return True
+    if key_lengths is not None:
+        raise ValueError("a CausalBias counts from the last key; with key_lengths, give is_causal='lower_right'")
+    return "lower_right"
+
+
+def _check_mask(mask: Any, query: Tensor) -> None:
     if mask is None:
-        return None
+        return
     if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and mask.dtype not in DTYPES):
         got = _name(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"expected attn_mask to be a boolean or floating-point tensor, got {got}")
+    if mask.is_nested or mask.layout != torch.strided or _overrides_functions(mask):
+        raise TypeError(f"expected attn_mask to be a plain tensor, got {type(mask).__name__} of {mask.layout}")
+    if mask.device != query.device:
+        raise ValueError(f"expected attn_mask on the query's device {query.device}, got it on {mask.device}")
+
+
+def _overrides_functions(x: Tensor) -> bool:
+    """Whether a tensor is of a class that answers torch's functions itself, so that its memory may mean nothing."""
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        return False
+    own: Any = type(x).__torch_function__
+    plain: Any = Tensor.__torch_function__
+    return own is not torch._C._disabled_torch_function_impl and getattr(own, "__func__", own) is not plain.__func__
+
+
+def _mask(mask: Tensor | None, logits: tuple[int, ...], heads: int) -> Tensor | None:
+    if mask is None:
+        return None
     if not broadcasts(tuple(mask.shape), logits):
         raise ValueError(f"expected attn_mask to broadcast against logits {logits}, got shape {tuple(mask.shape)}")
     mask = mask.reshape((1,) * (len(logits) - mask.ndim) + tuple(mask.shape))
@@ -140,7 +177,7 @@ def _mask(mask: Any, logits: tuple[int, ...], heads: int) -> Tensor | None:
     return mask.expand(*logits[:-3], *mask.shape[-3:]).reshape(product(logits[:-3]), *mask.shape[-3:])
 
 
-def _lengths(lengths: Any, batch: int, device: torch.device) -> Tensor | None:
+def _lengths(lengths: Any, batch: int, keys: int, device: torch.device) -> Tensor | None:
     if lengths is None:
         return None
     if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.dtype == torch.bool:
@@ -148,14 +185,26 @@ def _lengths(lengths: Any, batch: int, device: torch.device) -> Tensor | None:
         raise TypeError(f"expected key_lengths to be a tensor of whole numbers, got {got}")
     if lengths.numel() != batch:
         raise ValueError(f"expected key_lengths of shape [{batch}], one for each batch element, got {lengths.shape}")
-    return lengths.reshape(batch).to(device=device, dtype=torch.int32)
+    if lengths.device != device:
+        raise ValueError(f"expected key_lengths on the query's device {device}, got it on {lengths.device}")
+    return torch.clamp(lengths.reshape(batch), min=0, max=keys).to(torch.int32)
+
+
+def forward_mode() -> bool:
+    """Whether derivatives in forward mode may be at work."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def has_tangent(*values: Any) -> bool:
+    """Whether a derivative in forward mode hangs on a tensor among ``values``."""
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in values)
 
 
 def geometry_of(
     query: Tensor, is_causal: Causal, scale: float | None, window: Window, softcap: float | None
 ) -> Geometry:
     """The geometry that the arguments of attention describe."""
-    if not isinstance(is_causal, bool) and is_causal != "lower_right":
+    if not isinstance(is_causal, bool | np.bool_) and not (isinstance(is_causal, str) and is_causal == "lower_right"):
         raise ValueError(f"expected is_causal to be True, False or 'lower_right', got {is_causal!r}")
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"expected softcap to be a positive number or None, got {softcap!r}")
@@ -168,13 +217,17 @@ def geometry_of(
     return Geometry(factor, 0.0 if softcap is None else float(softcap), left, right, is_causal == "lower_right")
 
 
-def _band(window: Window) -> tuple[int, int]:
+def _whole(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def _band(window: Any) -> tuple[int, int]:
     if window is None:
         return ALL, ALL
-    if isinstance(window, int) and not isinstance(window, bool) and window >= 1:
-        return window - 1, window - 1
-    if isinstance(window, tuple | list) and len(window) == 2 and all(isinstance(w, int) and w >= ALL for w in window):
-        return window[0], window[1]
+    if _whole(window) and window >= 1:
+        return int(window) - 1, int(window) - 1
+    if isinstance(window, tuple | list) and len(window) == 2 and all(_whole(w) and w >= ALL for w in window):
+        return int(window[0]), int(window[1])
     raise ValueError(f"expected window to be a whole number of at least 1, or (left, right) counts, got {window!r}")
 
 

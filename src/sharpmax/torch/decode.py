@@ -9,7 +9,7 @@ values once, whatever the policy; ``impl="torch"`` is plain torch, for any devic
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from ..core.policies import PAPER, Policy, lowered, needs_spread
 from ..core.softmax import softmax
 from ..core.stats import RowStats, row_stats
 from .attention import HAS_TRITON, Attention, row_betas
-from .checks import Window, check_policy, geometry_of
-from .geometry import Geometry, visible_counts
+from .blocks import accumulation
+from .checks import Window, check_policy, forward_mode, geometry_of, has_tangent
+from .geometry import ALL, LARGEST_HEAD, Geometry, visible_counts
+from .ops import WHOLE
 
 MOST_QUERIES = 16
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -54,8 +56,8 @@ def decode_attention(
         the keys before.
       key, value: ``[B, Hkv, capacity, D]`` and ``[B, Hkv, capacity, Dv]``, of any strides; ``Hq`` is a multiple of
         ``Hkv``.
-      cache_lengths: int32 ``[B]``, how many keys are valid (those of the queries included); all if not given. What
-        lies beyond is not read. A query without any valid key gets zeros.
+      cache_lengths: whole numbers ``[B]``, how many keys are valid (those of the queries included); all if not given.
+        What lies beyond is not read. A query without any valid key gets zeros.
       scale: what products of query and key are multiplied by, ``1 / sqrt(D)`` if not given.
       policy: any callable that maps RowStats to beta.
       window: ``w``: a query sees the ``w`` latest keys up to its own position; or ``(left, right)``, of which ``left``
@@ -66,6 +68,7 @@ def decode_attention(
 
     There is no gradient: use ``scaled_dot_product_attention`` to train.
     """
+    _check_tensors(query=query, key=key, value=value)
     _check_query(query)
     for name, cache, heads in (("key", key, None), ("value", value, key.shape[1:3] if key.ndim == 4 else None)):
         if cache.ndim != 4 or cache.shape[0] != query.shape[0] or (heads is not None and cache.shape[1:3] != heads):
@@ -73,7 +76,7 @@ def decode_attention(
                 f"expected key and value of shapes [{query.shape[0]}, heads, capacity, head size], with the same heads "
                 f"and capacity, got {name} of shape {tuple(cache.shape)}"
             )
-    cache = _Cache(key, value, None, cache_lengths)
+    cache = _Cache(key, value, None, _whole_numbers("cache_lengths", cache_lengths))
     return _attention(query, cache, scale, policy, window, softcap, impl, return_stats)
 
 
@@ -96,25 +99,27 @@ def paged_decode_attention(
     Args:
       query: ``[B, Hq, Lq, D]`` with ``Lq <= 16``.
       key_cache, value_cache: ``[pages, page size, Hkv, D]`` and ``[pages, page size, Hkv, Dv]``.
-      block_table: int32 ``[B, most pages]``: key ``n`` of a sequence is in page ``block_table[b, n // page size]``.
-        Entries beyond the valid keys are not read.
-      cache_lengths: int32 ``[B]``, how many keys are valid.
+      block_table: whole numbers ``[B, most pages]``: key ``n`` of a sequence is in page
+        ``block_table[b, n // page size]``. Entries of pages without a visible key, beyond the valid ones or before the
+        window, may be anything; the pages they name are not read.
+      cache_lengths: whole numbers ``[B]``, how many keys are valid.
       scale, policy, window, softcap, impl, return_stats: as in :func:`decode_attention`.
     """
+    _check_tensors(query=query, key_cache=key_cache, value_cache=value_cache)
     _check_query(query)
     if key_cache.ndim != 4 or value_cache.ndim != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
         raise ValueError(
             "expected key_cache and value_cache of shapes [pages, page size, heads, head size], alike but for the "
             f"last, got {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         )
-    if block_table.ndim != 2 or block_table.shape[0] != query.shape[0] or block_table.dtype != torch.int32:
-        raise ValueError(
-            f"expected block_table to be int32 of shape [{query.shape[0]}, most pages], got {block_table.dtype} of "
-            f"shape {tuple(block_table.shape)}"
-        )
+    table = _whole_numbers("block_table", block_table)
+    if table is None:
+        raise TypeError("expected block_table to be a tensor of whole numbers, got NoneType")
+    if table.ndim != 2 or table.shape[0] != query.shape[0]:
+        raise ValueError(f"expected block_table [{query.shape[0]}, most pages], got shape {tuple(table.shape)}")
     if cache_lengths is None:
         raise ValueError("expected cache_lengths to say how many keys are valid, got None")
-    cache = _Cache(key_cache, value_cache, block_table, cache_lengths)
+    cache = _Cache(key_cache, value_cache, table, _whole_numbers("cache_lengths", cache_lengths))
     return _attention(query, cache, scale, policy, window, softcap, impl, return_stats)
 
 
@@ -148,6 +153,25 @@ def _attention(
         return run(query, cache, geometry, policy, return_stats)
 
 
+def _check_tensors(**tensors: Any) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"expected {name} to be a torch tensor, got {type(x).__name__}")
+
+
+def _whole_numbers(name: str, x: Any) -> Tensor | None:
+    """``x`` as int32; numbers that it does not hold are taken as the nearest that it does."""
+    if x is None:
+        return None
+    if not isinstance(x, Tensor) or x.dtype not in WHOLE:
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"expected {name} to be a tensor of whole numbers, got {got}")
+    if x.dtype != torch.int64:
+        return x.to(torch.int32)
+    limit = torch.iinfo(torch.int32)
+    return torch.clamp(x, min=limit.min, max=limit.max).to(torch.int32)
+
+
 def _check_query(query: Tensor) -> None:
     if query.ndim != 4 or not 1 <= query.shape[2] <= MOST_QUERIES or query.shape[3] < 1:
         raise ValueError(
@@ -167,15 +191,13 @@ def _check_cache(query: Tensor, cache: _Cache) -> None:
             f"expected query, key and value of one floating-point type, got {query.dtype}, {key.dtype} and "
             f"{value.dtype}"
         )
-    if cache.lengths is not None and (cache.lengths.shape != query.shape[:1] or cache.lengths.dtype != torch.int32):
-        raise ValueError(
-            f"expected cache_lengths to be int32 of shape [{query.shape[0]}], got {cache.lengths.dtype} of shape "
-            f"{tuple(cache.lengths.shape)}"
-        )
+    if cache.lengths is not None and cache.lengths.shape != query.shape[:1]:
+        raise ValueError(f"expected cache_lengths of shape [{query.shape[0]}], got shape {tuple(cache.lengths.shape)}")
     for tensor in cache:
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"expected all tensors on query's device {query.device}, got one on {tensor.device}")
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    backwards = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if backwards or (forward_mode() and has_tangent(query, key, value)):
         raise ValueError(
             "decoding has no gradient: call it under torch.no_grad(), or train with scaled_dot_product_attention"
         )
@@ -189,8 +211,10 @@ def _obstacle(query: Tensor, cache: _Cache) -> str | None:
 
     if query.dtype not in kernels.TYPES:
         return f"impl='triton' serves float16, bfloat16 and float32, got {query.dtype}"
-    if max(query.shape[3], cache.value.shape[3]) > kernels.LARGEST_HEAD or cache.value.shape[3] < 1:
-        return f"impl='triton' serves head sizes up to {kernels.LARGEST_HEAD}, got {cache.value.shape[3]}"
+    sizes = (query.shape[3], cache.value.shape[3])
+    if max(sizes) > LARGEST_HEAD or min(sizes) < 1:
+        got = max(sizes) if min(sizes) > 0 else 0
+        return f"impl='triton' serves head sizes from 1 to {LARGEST_HEAD}, got {got}"
     if query.device.type != "cuda" and not kernels.INTERPRETED:
         return f"impl='triton' needs tensors on a GPU, got {query.device}"
     return None
@@ -225,11 +249,11 @@ def _torch_attention(
     """Plain torch: logits of all keys in memory, which for a few queries is little beside the cache itself."""
     key, value = cache.key, cache.value
     if cache.table is not None:
-        key, value = (_gathered(pages, cache) for pages in (key, value))
+        key, value = (_gathered(pages, cache, geometry.left, query.shape[2]) for pages in (key, value))
     batch, query_heads, queries, dim = query.shape
     heads, capacity = key.shape[1:3]
     grouped = query_heads // heads * queries
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = accumulation(query.dtype)
     rows = query.reshape(batch, heads, grouped, dim).to(wide)
     logits = (rows @ key.to(wide).mT).reshape(batch, query_heads, queries, capacity) * geometry.scale
     if geometry.softcap > 0:
@@ -243,18 +267,26 @@ def _torch_attention(
     weights = softmax(logits, where=seen, beta=beta).reshape(batch, heads, grouped, capacity)
     values = value.to(wide)
     if cache.lengths is not None:
-        values = torch.where(positions[:, None] < lengths, values, 0.0)  # what is not valid may be anything, even NaN
+        values = torch.where(seen.any(-2, keepdim=True).mT, values, 0.0)  # what no query sees may be anything, even NaN
     output = (weights @ values).reshape(batch, query_heads, queries, value.shape[3]).to(query.dtype)
     return Attention(output, stats, beta) if return_stats else output
 
 
-def _gathered(pages: Tensor, cache: _Cache) -> Tensor:
-    """A paged cache as ``[B, heads, capacity, D]``."""
+def _gathered(pages: Tensor, cache: _Cache, left: int, queries: int) -> Tensor:
+    """A paged cache as ``[B, heads, capacity, D]``, with 0 for pages that hold no visible key."""
     assert cache.table is not None
     assert cache.lengths is not None
-    starts = torch.arange(cache.table.shape[1], device=pages.device) * pages.shape[1]
-    table = torch.where(starts < cache.lengths[:, None], cache.table, 0)
-    return pages[table].flatten(1, 2).transpose(1, 2)
+    most, size = cache.table.shape[1], pages.shape[1]
+    if pages.shape[0] == 0 or most == 0:
+        return pages.new_zeros((len(cache.table), pages.shape[2], most * size, pages.shape[3]))
+    starts = torch.arange(most, device=pages.device) * size
+    lengths = _valid(cache.lengths, most * size)[:, None]
+    visible = starts < lengths
+    if left != ALL:
+        visible = visible & (starts + size > lengths - queries - left)
+    table = torch.where(visible, cache.table, 0)
+    held = pages[table].masked_fill(~visible[..., None, None, None], 0.0)
+    return held.flatten(1, 2).transpose(1, 2)
 
 
 def _row_stats(fields: Tensor, query: Tensor, cache: _Cache, geometry: Geometry) -> RowStats:

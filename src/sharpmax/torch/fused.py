@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.policies.base import Lowered
 from .geometry import Geometry
-from .ops import empty_output, empty_stats, folded, full_precision, kernels, nothing
+from .ops import empty_output, empty_stats, folded, full_precision, kernels, no_second_derivative, nothing
 
 
 def policy_numbers(lowered: Lowered) -> list[float]:
@@ -112,6 +112,7 @@ def _sharpened_gradients(ctx: Any, grad_scaled: Tensor | None, *_: Any) -> Any:
 
 
 sharpened_query.register_autograd(_sharpened_gradients, setup_context=_keep_sharpened)
+sharpened_query_backward.register_autograd(no_second_derivative)
 
 
 @torch.library.custom_op("sharpmax::adaptive_attention", mutates_args=())
@@ -212,6 +213,7 @@ def _adaptive_gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
 
 
 adaptive_attention.register_autograd(_adaptive_gradients, setup_context=_keep_adaptive)
+adaptive_attention_backward.register_autograd(no_second_derivative)
 
 
 sharpened_query.register_vmap(folded(sharpened_query, 4, 2, ()))

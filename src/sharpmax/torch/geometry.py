@@ -17,6 +17,10 @@ from torch import Tensor
 
 ALL = -1
 """A side of the band that has no bound."""
+LARGEST_HEAD = 256
+"""Columns of a head that the Triton kernels take."""
+LARGEST_POLYNOMIAL = 8
+"""Coefficients of a policy that the Triton kernels evaluate themselves."""
 
 
 class Geometry(NamedTuple):

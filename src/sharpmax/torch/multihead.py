@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.policies import PAPER, Policy
-from .attention import scaled_dot_product_attention
+from .attention import check_impl, scaled_dot_product_attention
 from .checks import check_policy
 
 
@@ -16,10 +16,14 @@ class MultiheadAttention(nn.MultiheadAttention):
     """Takes the arguments and the ``state_dict`` of ``torch.nn.MultiheadAttention``, and a policy.
 
     Args:
-      policy: as in :func:`~sharpmax.torch.scaled_dot_product_attention`; one with parameters becomes a submodule.
+      policy: as in :func:`~sharpmax.torch.scaled_dot_product_attention`. One with parameters, such as
+        :class:`~sharpmax.torch.Learnable`, becomes a submodule; its parameters are not in the ``state_dict`` of torch's
+        module, which then loads with ``strict=False``.
       impl: the implementation, likewise.
 
-    Attention weights are never formed, so ``need_weights`` must be ``False``, which is the default here.
+    Attention weights are never formed, so ``need_weights`` must be ``False``, which is the default here. Inside
+    ``torch.nn.TransformerEncoderLayer`` it is called in evaluation too: torch's fused layer, which has no policy, is
+    not taken. The encoder may be built with ``enable_nested_tensor=False``, or it says that it does not use them.
     """
 
     def __init__(
@@ -42,12 +46,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         if add_bias_kv or add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn are not served; append the key yourself")
         check_policy(policy)
+        check_impl(impl)
         super().__init__(
             embed_dim, num_heads, dropout, bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device,
             dtype=dtype,
         )  # fmt: skip
         self.policy = policy
         self.impl = impl
+
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._refuse_fused_layer()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._refuse_fused_layer()
+
+    def _refuse_fused_layer(self) -> None:
+        """Say what keeps ``TransformerEncoderLayer`` from its fused kernel, which reads weights and calls no module."""
+        self._qkv_same_embed_dim = False
 
     def forward(
         self,
@@ -67,6 +85,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if need_weights:
             raise ValueError("attention weights are never formed here; call with need_weights=False")
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._nested(query, key, value, key_padding_mask, attn_mask, is_causal), None
         batched = query.ndim == 3
         if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim:
             raise ValueError(f"expected query, key and value with 2 or 3 axes each, got {tuple(query.shape)}")
@@ -76,33 +96,73 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         mask = self._mask(None if is_causal else attn_mask, key_padding_mask, query, key)
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._projected(query, key, value))
-        dropout = self.dropout if self.training else 0.0
-        heads = scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal, policy=self.policy, impl=self.impl
-        )  # fmt: skip
-        output = self.out_proj(heads.transpose(1, 2).flatten(-2))
+        output = self._attended(query, key, value, mask, None, is_causal)
         if not batched:
             return output.squeeze(0), None
         return output if self.batch_first else output.transpose(0, 1), None
 
+    def _attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        key_lengths: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """The output of ``[batch, length, columns]`` tensors."""
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._projected(query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        heads = scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal, policy=self.policy, key_lengths=key_lengths, impl=self.impl
+        )
+        return self.out_proj(heads.transpose(1, 2).flatten(-2))
+
+    def _nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """The output of nested tensors, nested likewise."""
+        if not (query.is_nested and key.is_nested and value.is_nested and self.batch_first):
+            raise ValueError("expected query, key and value all to be nested tensors, and batch_first=True")
+        if key_padding_mask is not None or (attn_mask is not None and not is_causal):
+            raise ValueError("nested tensors know their lengths: expected no key_padding_mask and no attn_mask")
+        lengths = [[len(part) for part in x.unbind()] for x in (query, key)]
+        q, k, v = (nn.utils.rnn.pad_sequence(list(x.unbind()), batch_first=True) for x in (query, key, value))
+        key_lengths = torch.tensor(lengths[1], dtype=torch.int32).to(query.device)
+        output = self._attended(q, k, v, None, key_lengths, is_causal)
+        parts = [row[:length] for row, length in zip(output, lengths[0], strict=True)]
+        return torch.nested.as_nested_tensor(parts, layout=query.layout)
+
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        if self._qkv_same_embed_dim:
-            weights: Any = self.in_proj_weight.chunk(3)
-        else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
         inputs = (query, key, value)
         return tuple(nn.functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
 
     def _mask(self, mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         """One mask that broadcasts to ``[batch, heads, queries, keys]``: true where seen, or numbers to be added."""
+        batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
         if mask is not None and mask.ndim == 3:
-            mask = mask.view(query.shape[0], self.num_heads, query.shape[1], key.shape[1])
+            if mask.shape != (batch * self.num_heads, queries, keys):
+                raise ValueError(
+                    f"expected attn_mask of shape {(queries, keys)} or {(batch * self.num_heads, queries, keys)}, "
+                    f"batch times heads, got {tuple(mask.shape)}"
+                )
+            mask = mask.reshape(batch, self.num_heads, queries, keys)
         if mask is not None and mask.dtype == torch.bool:
             mask = ~mask
         if padding is None:
             return mask
+        if padding.shape != (batch, keys):
+            raise ValueError(f"expected key_padding_mask of shape {(batch, keys)}, got {tuple(padding.shape)}")
         padding = padding[:, None, None]
         if padding.dtype == torch.bool:
             if mask is None or mask.dtype == torch.bool:

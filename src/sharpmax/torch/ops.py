@@ -8,6 +8,8 @@ tensor without elements. Operators with a policy inside are in :mod:`~sharpmax.t
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,11 @@ from .blocks import accumulation
 from .geometry import Geometry
 
 IMPLEMENTATIONS = ("streaming", "triton")
+WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+"""The types of whole numbers."""
+
+NO_KEYS = (-math.inf, 0.0, 0.0, math.inf, 0)
+"""Maximum, sum, moment, minimum and count of a row that sees nothing."""
 
 Stats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -34,8 +41,16 @@ def _documents(cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Tensor) -
         yield slice(0, q.shape[2]), slice(0, k.shape[2])
         return
     starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
+    check_starts("cu_seqlens_q", starts_q, q.shape[2])
+    check_starts("cu_seqlens_k", starts_k, k.shape[2])
     for i in range(len(starts_q) - 1):
         yield slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
+
+
+def check_starts(name: str, starts: list[int], tokens: int) -> None:
+    """Refuse offsets of documents that fall, or lie outside of the tokens."""
+    if starts[0] < 0 or starts[-1] > tokens or any(a > b for a, b in itertools.pairwise(starts)):
+        raise ValueError(f"expected {name} to be offsets from 0 to {tokens} that do not fall, got {starts}")
 
 
 def kernels() -> Any:
@@ -53,6 +68,14 @@ def _check_impl(impl: str) -> None:
 def full_precision(q: Tensor) -> Any:
     """Autocast has done its casts before; in here, float32 stays float32."""
     return torch.autocast(device_type=q.device.type, enabled=False)
+
+
+def no_second_derivative(*_: Any) -> Any:
+    """The backward of a backward operator."""
+    raise NotImplementedError(
+        "a second derivative is served by scaled_dot_product_attention with impl='reference' only; the other "
+        "implementations have the first alone"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -85,6 +108,8 @@ def row_stats(
             found = streaming.row_stats(q, k, geometry, mask=mask, key_lengths=key_lengths, with_min=with_min)
             return *found[:3], nothing(found[0]) if found[3] is None else found[3], found[4]
         fields = empty_stats(q, with_min)
+        for field, value in zip(fields, NO_KEYS, strict=True):
+            field.fill_(value)
         for queries, keys in _documents(cu_q, cu_k, q, k):
             parts = streaming.row_stats(q[:, :, queries], k[:, :, keys], geometry, with_min=with_min)
             for field, part in zip(fields, parts, strict=True):
@@ -191,6 +216,7 @@ def _stats_gradients(ctx: Any, _: Any, grad_sum: Tensor | None, grad_moment: Ten
 
 
 row_stats.register_autograd(_stats_gradients, setup_context=_keep_stats)
+row_stats_backward.register_autograd(no_second_derivative)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -227,6 +253,8 @@ def attend(
         if cu_q is None:
             return streaming.attend(q, k, v, beta, geometry, mask=mask, key_lengths=key_lengths, **drop)
         out, lse = empty_output(q, v)
+        out.zero_()
+        lse.fill_(-math.inf)
         for queries, keys in _documents(cu_q, cu_k, q, k):
             part = (q[:, :, queries], k[:, :, keys], v[:, :, keys], beta[:, :, queries])
             out[:, :, queries], lse[:, :, queries] = streaming.attend(*part, geometry, **drop)
@@ -332,6 +360,7 @@ def _attend_gradients(ctx: Any, grad_out: Tensor | None, _: Any) -> Any:
 
 
 attend.register_autograd(_attend_gradients, setup_context=_keep_attend)
+attend_backward.register_autograd(no_second_derivative)
 
 
 # ----------------------------------------------------------------------------------------------------------------

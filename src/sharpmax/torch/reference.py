@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.softmax import softmax
 from ..core.stats import RowStats
 from ..core.stats import row_stats as statistics
+from .blocks import accumulation, shown
 from .geometry import Geometry
 
 
@@ -18,7 +19,7 @@ def logits(
     q: Tensor, k: Tensor, geometry: Geometry, *, mask: Tensor | None = None, key_lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The logits ``[B, Hq, Lq, Lk]``, in float32 or float64, and which of them are seen (``None`` for all)."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulation(q.dtype)
     query = _grouped(q.to(dtype), k) * geometry.scale
     z = (query @ k.to(dtype).unsqueeze(2).mT).flatten(1, 2)
     if geometry.softcap > 0:
@@ -27,11 +28,11 @@ def logits(
     lengths = k.shape[2] if key_lengths is None else key_lengths.view(-1, 1, 1, 1)
     seen = geometry.visible(rows, keys, q.shape[2], lengths)
     if mask is not None:
-        shown = mask
+        there = mask
         if mask.dtype != torch.bool:
-            shown = mask > torch.finfo(mask.dtype).min / 2
-            z = z + torch.where(shown, mask, 0.0)
-        seen = shown if seen is None else seen & shown
+            there = shown(mask, dtype)
+            z = (z + torch.where(there, mask, 0.0)).to(dtype)
+        seen = there if seen is None else seen & there
     return z, seen
 
 

@@ -345,7 +345,7 @@ def stock_serves(
 ) -> bool:  # fmt: skip
     """Whether torch's own kernel on the CPU does the same on ``beta * q``, in float32 or float64."""
     causal = geometry.left == ALL and geometry.right == 0 and (not geometry.lower_right or q.shape[2] == k.shape[2])
-    plain = mask is None and key_lengths is None and dropout_p == 0 and geometry.softcap == 0
+    plain = mask is None and key_lengths is None and dropout_p == 0 and geometry.softcap == 0 and geometry.scale > 0
     sizes = q.numel() > 0 and k.numel() > 0 and q.shape[-1] == v.shape[-1]
     fits = q.device.type == "cpu" and plain and sizes and (causal or not geometry.banded)
     return fits and bool(beta.isfinite().all())

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.policies import PAPER, Policy, needs_spread
 from ..core.stats import RowStats
 from . import ops
-from .attention import Attention, choose, row_betas
+from .attention import Attention, choose, row_betas, served_betas
 from .checks import Inputs, Window, check_dropout, check_policy, check_tensors, geometry_of, misfit, under_autocast
 
 
@@ -37,7 +37,9 @@ def varlen_attention(
     Args:
       query: ``[tokens, Hq, D]``, the queries of all documents one after the other.
       key, value: ``[tokens, H, D]`` and ``[tokens, H, Dv]``; ``Hq`` is a multiple of ``H``.
-      cu_seqlens_q, cu_seqlens_k: where documents start, and the number of tokens at the end: int32 ``[documents + 1]``.
+      cu_seqlens_q, cu_seqlens_k: where documents start, and where the last one ends: whole numbers
+        ``[documents + 1]`` that do not fall. Tokens before the first and after the last belong to no document: what
+        they get is 0, and so are gradients. On the CPU the numbers are checked; on a GPU that would wait for it.
       max_seqlen_q, max_seqlen_k: the longest document's lengths; taken for the sake of flash-attention's signature.
       dropout_p: the probability that a weight is dropped.
       causal: whether a query sees no later keys. Positions are counted from the end of each document (lower-right), as
@@ -55,15 +57,14 @@ def varlen_attention(
     _check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k)
     geometry = geometry_of(query, bool(causal), scale, window, softcap)._replace(lower_right=True)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    if impl in ("reference", "stock"):
-        raise ValueError(f"impl={impl!r} does not serve packed documents; streaming and triton can")
-    chosen = choose(impl, Inputs(q, k, v, None, None, geometry, ()), policy)
+    inputs = Inputs(q, k, v, None, None, geometry, ())
+    chosen = choose(impl, inputs, policy, among=("streaming", "triton"), what="packed documents")
     starts = tuple(x.to(device=q.device, dtype=torch.int32) for x in (cu_seqlens_q, cu_seqlens_k))
     with torch.autocast(device_type=q.device.type, enabled=False):
         with_min = needs_spread(policy)
         top, total, moment, lowest, count = ops.row_stats(q, k, None, None, *starts, geometry.numbers, with_min, chosen)
         stats = RowStats(top, total, moment, lowest if with_min else None, count)
-        beta = row_betas(policy, stats)
+        beta = served_betas(row_betas(policy, stats), chosen)
         seed = torch.randint(1 << 31, ()) if dropout_p > 0 else None
         out, _ = ops.attend(
             q, k, v, beta, top, None, None, *starts, seed, geometry.numbers, float(dropout_p), chosen
@@ -83,7 +84,20 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Any, cu_k: An
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise misfit("the query's heads to be a multiple of the key's", tensors)
     for name, starts in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if not isinstance(starts, Tensor) or starts.ndim != 1 or starts.is_floating_point() or starts.shape[0] < 1:
-            raise ValueError(f"expected {name} to be a tensor [documents + 1] of whole numbers, got {starts!r}")
+        if not isinstance(starts, Tensor) or starts.ndim != 1 or len(starts) < 1 or starts.dtype not in ops.WHOLE:
+            of = (
+                f"{starts.dtype} of shape {tuple(starts.shape)}"
+                if isinstance(starts, Tensor)
+                else type(starts).__name__
+            )
+            raise ValueError(f"expected {name} to be a tensor [documents + 1] of whole numbers, got {of}")
     if cu_q.shape != cu_k.shape:
         raise ValueError(f"expected as many documents of queries as of keys, got {len(cu_q) - 1} and {len(cu_k) - 1}")
+    for name, starts, tokens in (("cu_seqlens_q", cu_q, len(query)), ("cu_seqlens_k", cu_k, len(key))):
+        if starts.device.type == "cpu" and type(starts) is Tensor and not _traced():
+            ops.check_starts(name, starts.tolist(), tokens)
+
+
+def _traced() -> bool:
+    """Whether numbers cannot be read off a tensor."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()

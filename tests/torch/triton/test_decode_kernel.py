@@ -33,6 +33,9 @@ from tests.torch.test_decode import (
 )
 
 pytest.importorskip("triton")
+
+from sharpmax.torch.triton.decode import layout_of
+
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -179,7 +182,7 @@ def test_auto_takes_the_kernels() -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(ValueError, match="serves head sizes up to 256, got 272; use impl='torch'"):
+    with pytest.raises(ValueError, match="serves head sizes from 1 to 256, got 272; use impl='torch'"):
         decode_attention(*inputs(value_dim=272, device=DEVICE), impl="triton")
 
 
@@ -265,3 +268,33 @@ def test_a_suitable_number_of_splits() -> None:
     assert suitable_splits(1, 131072, 132) == MOST_SPLITS
     assert suitable_splits(512, 131072, 132) == 3  # several waves
     assert suitable_splits(512, 1024, 132) == 1
+
+
+@pytest.mark.parametrize("policy", ["paper", "callable"])
+@pytest.mark.parametrize("window", [5, 17, 40])
+def test_pages_before_the_window_are_not_read(window: int, policy: str) -> None:
+    tensors, lengths = inputs(device=DEVICE), [70, 33]
+    query, key, value = tensors
+    (keys, table), (values, _) = (paged(cache, lengths, 16) for cache in (key, value))
+    for b, length in enumerate(lengths):
+        for p in range(max(length - 2 - (window - 1), 0) // 16):
+            keys[table[b, p]], values[table[b, p]] = math.nan, math.nan
+            table[b, p] = 1 << 30
+    chosen, betas = POLICIES[policy]
+    cache = _Cache(keys, values, table, lengths_of(lengths, DEVICE))
+    geometry = geometry_of(query, "lower_right", None, window, None)
+    result = _triton_attention(query, cache, geometry, chosen, True, 2)
+    check(result, oracle(*tensors, lengths, betas, window=window), 1e-5)
+
+
+def test_no_axis_of_the_grid_but_the_first_grows_with_the_batch() -> None:
+    query, key, _ = inputs(batch=1, device="cpu")
+    layout = layout_of((70_000, *query.shape[1:]), key.expand(70_000, *key.shape[1:]), None, 16, 3)
+    assert layout.grid[0] == 3 * 70_000
+    assert max(layout.grid[1:]) < 65_536
+
+
+def test_many_batch_elements() -> None:
+    tensors = inputs(batch=5, device=DEVICE)
+    lengths = [70, 3, 41, 0, 16]
+    check(run(tensors, lengths, splits=3), oracle(*tensors, lengths, paper), 1e-5)

@@ -11,11 +11,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+from triton.runtime import _allocation
+
 from sharpmax.core.policies.base import Lowered
 from sharpmax.core.stats import RowStats
 from sharpmax.torch.geometry import Geometry
 from sharpmax.torch.triton import Tiles, prefill
+from sharpmax.torch.triton import launch as launch_module
 from sharpmax.torch.triton import tiles as tiles_module
+from sharpmax.torch.triton.blocks import kept
 from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits, stats
 
 CASES = (
@@ -192,6 +198,42 @@ def test_dropout_is_the_same_forward_and_backward(device: str) -> None:
         assert_close(a, b, 2e-5, name)
 
 
+@triton.jit
+def _kept_kernel(out, first_row, first_key, p, N: tl.constexpr):
+    row, key = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    keep = kept(7, 0, first_row + row, first_key + key, p)
+    tl.store(out + row * N + key, keep.to(tl.int8))
+
+
+@pytest.mark.parametrize("device", [DEVICE])
+def test_dropout_of_long_sequences_does_not_repeat(device: str) -> None:
+    def pattern(row: int, key: int) -> Tensor:
+        out = torch.empty(32, 32, dtype=torch.int8, device=device)
+        launch: Any = _kept_kernel[(1,)]
+        launch(out, row, key, 0.5, N=32)
+        return out
+
+    start = pattern(0, 0)
+    assert torch.equal(start, pattern(0, 0))
+    assert torch.equal(start[16:, 8:], pattern(16, 8)[:16, :24])
+    for row, key in ((1 << 16, 0), (1 << 20, 0), (0, 1 << 20), ((1 << 31) - 64, 0)):
+        agreement = (start == pattern(row, key)).float().mean().item()
+        assert 0.4 < agreement < 0.6
+
+
+@pytest.mark.parametrize("device", [DEVICE])
+def test_dropout_of_everything(device: str) -> None:
+    given = inputs(Case("dropout"), torch.float32, device)
+    beta, dropped = torch.ones(given.q.shape[:-1], device=device), {"dropout_p": 1.0, "seed": 7}
+    out, lse = prefill.attend(given.q, given.k, given.v, beta, given.case.geometry, config=SMALL, **dropped)
+    assert (out == 0).all()
+    gradients = prefill.backward(
+        given.q, given.k, given.v, beta, given.case.geometry, out=out, lse=lse, grad_out=given.do,
+        config=(SMALL, SMALL), **dropped,
+    )  # fmt: skip
+    assert all(g is None or (g == 0).all() for g in gradients)
+
+
 @pytest.mark.parametrize("device", [DEVICE])
 @pytest.mark.parametrize("adversary", ["offset", "one huge", "equal", "long tail"])
 def test_adversarial_logits(adversary: str, device: str) -> None:
@@ -297,6 +339,22 @@ def test_empty(sizes: tuple[int, int, int, int], device: str) -> None:
         q, k, k, beta, Geometry(0.25), out=out, lse=lse, grad_out=torch.ones_like(out), row_max=got[0], need_beta=True
     )
     assert all(g is not None and (g == 0).all() for g in gradients)
+
+
+def test_the_allocator_that_triton_had_stays() -> None:
+    variable = _allocation._allocator
+    before, seen = variable.get(), []
+    launch_module.with_scratch(lambda: seen.append(variable.get()))
+    assert seen == [launch_module._scratch]
+    assert variable.get() is before
+
+
+def test_repeated_rows_have_no_descriptor() -> None:
+    x = torch.randn(1, 2, 8, 16)
+    assert launch_module._aligned(x)
+    assert launch_module._aligned(x[:, :1].expand(1, 2, 8, 16))
+    assert not launch_module._aligned(x[:, :, :1].expand(1, 2, 8, 16))
+    assert not launch_module._aligned(x[..., ::2])
 
 
 def test_refusals() -> None:

@@ -17,6 +17,7 @@ from .blocks import (
     matrix,
     put_tile,
     seen,
+    survival,
     tile,
 )
 
@@ -118,7 +119,7 @@ def attend_kernel(
     inside = rows < queries
     at = tl.cast(sequence, tl.int64) * q_len + q_start + rows
     factor = tl.load(beta + at, mask=inside, other=0.0) * unit
-    survival = 1.0 / (1.0 - dropout_p)
+    factor_left = survival(dropout_p)
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -136,8 +137,8 @@ def attend_kernel(
             )
             power, fade, highest, total = _fold(raw, True, factor, highest, total, False)
             if DROPOUT:
-                keep = kept(seed, sequence, q_start + row, k_start + key, k_len, dropout_p)
-                power = tl.where(keep, power * survival, 0.0)
+                keep = kept(seed, sequence, q_start + row, k_start + key, dropout_p)
+                power = tl.where(keep, power * factor_left, 0.0)
             values = tile(v, start, keys, stride_vl, stride_vd, KEYS, BLOCK_DV, DV, False, TMA)
             result = tl.dot(power.to(values.dtype), values, result * fade[:, None], input_precision="ieee")
     if EDGES:
@@ -152,8 +153,8 @@ def attend_kernel(
             )
             power, fade, highest, total = _fold(raw, visible, factor, highest, total, True)
             if DROPOUT:
-                keep = kept(seed, sequence, q_start + row, k_start + key, k_len, dropout_p)
-                power = tl.where(keep, power * survival, 0.0)
+                keep = kept(seed, sequence, q_start + row, k_start + key, dropout_p)
+                power = tl.where(keep, power * factor_left, 0.0)
             values = tile(v, start, keys, stride_vl, stride_vd, KEYS, BLOCK_DV, DV, True, TMA)
             result = tl.dot(power.to(values.dtype), values, result * fade[:, None], input_precision="ieee")
 

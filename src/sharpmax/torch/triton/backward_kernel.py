@@ -35,6 +35,7 @@ from .blocks import (
     put_tile,
     row_range,
     seen,
+    survival,
     tile,
 )
 from .policy import statistics_gradient
@@ -69,7 +70,7 @@ def _query_step(
     start, query, d_out, d_query, d_beta, excess, mean,
     k, v, mask, row, factor, inverse, lse, delta, highest, d_sum, d_moment,
     stride_kl, stride_kd, stride_vl, stride_vd, stride_mq, stride_mk,
-    q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2, width, sequence, dropout_p, seed,
+    q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2, sequence, dropout_p, seed,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, BENT: tl.constexpr,
     DROPOUT: tl.constexpr, ATTEND: tl.constexpr, STATS: tl.constexpr, NEED_BETA: tl.constexpr,
@@ -91,8 +92,8 @@ def _query_step(
         values = tile(v, start, keys, stride_vl, stride_vd, KEYS, BLOCK_DV, DV, MASKED, TMA)
         d_weights = tl.dot(d_out, tl.trans(values), input_precision="ieee")
         if DROPOUT:
-            keep = kept(seed, sequence, q_start + row, k_start + key, width, dropout_p)
-            d_weights = tl.where(keep, d_weights / (1.0 - dropout_p), 0.0)
+            keep = kept(seed, sequence, q_start + row, k_start + key, dropout_p)
+            d_weights = tl.where(keep, d_weights * survival(dropout_p), 0.0)
         dz = weights * (d_weights - delta[:, None])
         if NEED_BETA:
             t = raw * unit - highest[:, None]
@@ -197,7 +198,7 @@ def query_kernel(
                 k, v, mask, row, factor, inverse, sums, row_delta, highest, d_sum, d_moment,
                 stride_kl, stride_kd, stride_vl, stride_vd, stride_mq, stride_mk,
                 q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2,
-                k_len, sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, KEYS,
+                sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, KEYS,
                 LEFT, RIGHT, MASK, CAP, BENT, DROPOUT, ATTEND, STATS, NEED_BETA, NEED_QUERY, TMA, False,
             )  # fmt: skip
     if EDGES:
@@ -208,7 +209,7 @@ def query_kernel(
                 k, v, mask, row, factor, inverse, sums, row_delta, highest, d_sum, d_moment,
                 stride_kl, stride_kd, stride_vl, stride_vd, stride_mq, stride_mk,
                 q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2,
-                k_len, sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, KEYS,
+                sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, KEYS,
                 LEFT, RIGHT, MASK, CAP, BENT, DROPOUT, ATTEND, STATS, NEED_BETA, NEED_QUERY, TMA, True,
             )  # fmt: skip
 
@@ -229,7 +230,7 @@ def _key_step(
     start, block, values, d_key, d_value,
     q, d_out, mask, beta, lse, delta, row_max, grad_sum, grad_moment, start_row, key,
     stride_ql, stride_qd, stride_gl, stride_gd, stride_mq, stride_mk,
-    q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2, width, sequence, dropout_p, seed,
+    q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2, sequence, dropout_p, seed,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, BENT: tl.constexpr,
     DROPOUT: tl.constexpr, ATTEND: tl.constexpr, STATS: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
@@ -256,9 +257,9 @@ def _key_step(
         d_weights = tl.dot(values, tl.trans(d_output), input_precision="ieee")
         dropped = weights
         if DROPOUT:
-            keep = kept(seed, sequence, q_start + row, k_start + key, width, dropout_p)
-            dropped = tl.where(keep, weights / (1.0 - dropout_p), 0.0)
-            d_weights = tl.where(keep, d_weights / (1.0 - dropout_p), 0.0)
+            keep = kept(seed, sequence, q_start + row, k_start + key, dropout_p)
+            dropped = tl.where(keep, weights * survival(dropout_p), 0.0)
+            d_weights = tl.where(keep, d_weights * survival(dropout_p), 0.0)
         d_value = tl.dot(dropped.to(d_output.dtype), d_output, d_value, input_precision="ieee")
         row_delta = tl.load(delta + at, mask=inside, other=0.0)
         dz = weights * (d_weights - row_delta[None, :]) * inverse[None, :]
@@ -327,7 +328,7 @@ def key_kernel(
                     q_head, d_out_head, mask_head, beta, lse, delta, row_max, grad_sum, grad_moment, start_row, key,
                     stride_ql, stride_qd, stride_gl, stride_gd, stride_mq, stride_mk,
                     q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2,
-                    k_len, sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, ROWS,
+                    sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, ROWS,
                     LEFT, RIGHT, MASK, CAP, BENT, DROPOUT, ATTEND, STATS, TMA, False,
                 )  # fmt: skip
         if EDGES:
@@ -338,7 +339,7 @@ def key_kernel(
                     q_head, d_out_head, mask_head, beta, lse, delta, row_max, grad_sum, grad_moment, start_row, key,
                     stride_ql, stride_qd, stride_gl, stride_gd, stride_mq, stride_mk,
                     q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2,
-                    k_len, sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, ROWS,
+                    sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, ROWS,
                     LEFT, RIGHT, MASK, CAP, BENT, DROPOUT, ATTEND, STATS, TMA, True,
                 )  # fmt: skip
 

@@ -68,6 +68,7 @@ def assigned(
         k_start = tl.load(cu_k + document)
         queries = tl.load(cu_q + document + 1) - q_start
         keys = tl.load(cu_k + document + 1) - k_start
+        first = tl.where(first < 0, tl.maximum(queries, keys), first)  # tokens before the first document
     else:
         blocks = tl.cdiv(length, BLOCK)
         batch = program // blocks // heads
@@ -289,6 +290,18 @@ def logits(
 
 
 @triton.jit
-def kept(seed, sequence, row, key, width, dropout_p):
-    """Which weights dropout leaves; the same ones forward and backward, whatever the tiles."""
-    return tl.rand(seed + sequence, row * width + key) >= dropout_p
+def kept(seed, sequence, row, key, dropout_p):
+    """Which weights dropout leaves; the same ones forward and backward, whatever the tiles.
+
+    Row, key and sequence are counters of their own, so that no two weights share a number at any length.
+    """
+    none = tl.zeros_like(row + key)
+    bits, _, _, _ = tl.philox(seed, key + none, row + none, sequence + none, none)
+    return tl.uint_to_uniform_float(bits) >= dropout_p
+
+
+@triton.jit
+def survival(dropout_p):
+    """What the weights that dropout leaves are multiplied by; 0 where it leaves none."""
+    left = 1.0 - dropout_p
+    return tl.where(left > 0.0, 1.0 / tl.where(left > 0.0, left, 1.0), 0.0)

@@ -22,7 +22,6 @@ from . import decode_kernel
 from .policy import COEFFICIENTS
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST_HEAD = 256
 MOST_SPLITS = 128
 TILE_BYTES = 16384
 PADDING = 128
@@ -56,9 +55,9 @@ class Layout(NamedTuple):
         return 8 if self.block_m == 64 else 4
 
     @property
-    def grid(self) -> tuple[int, int, int]:
-        """Programs by split, by head and block of rows, and by batch element."""
-        return self.splits, self.heads * -(-self.rows // self.block_m), self.batch
+    def grid(self) -> tuple[int, int]:
+        """Programs by batch element and split, and by head and block of rows."""
+        return self.splits * self.batch, self.heads * -(-self.rows // self.block_m)
 
 
 def padded(capacity: Any) -> Any:
@@ -296,7 +295,7 @@ def _dependent(device: torch.device) -> dict[str, bool]:
 
 
 def _merged(parts: Tensor) -> Tensor:
-    """Statistics of rows from those of their splits: :meth:`sharpmax.RowStats.merge`, along axis 3."""
+    """Statistics of rows from those of their splits, along axis 3 of ``parts``: :meth:`sharpmax.RowStats.merge`."""
     high, total, moment, *low = parts.unbind(0)
     top = high.amax(dim=2, keepdim=True)
     shift = high - top

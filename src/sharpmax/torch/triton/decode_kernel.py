@@ -31,15 +31,16 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def split_span(lengths, batch, split, splits, capacity, left, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many keys are valid, and the keys ``[first, last)`` that the split reads, from a whole block on."""
+    """How many keys are valid, the oldest that any row sees, and the keys ``[first, last)`` of the split's blocks."""
     length = capacity
     if lengths is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths + batch), 0), capacity)
-    start = tl.where(left >= 0, tl.maximum(length - QUERIES - left, 0) // BLOCK_N * BLOCK_N, 0)
+    oldest = tl.where(left >= 0, tl.maximum(length - QUERIES - left, 0), 0)
+    start = oldest // BLOCK_N * BLOCK_N
     blocks = (length - start + BLOCK_N - 1) // BLOCK_N
     share = (blocks + splits - 1) // splits * BLOCK_N
     first = start + split * share
-    return length, first, tl.minimum(first + share, length)
+    return length, oldest, first, tl.minimum(first + share, length)
 
 
 @triton.jit
@@ -87,12 +88,12 @@ def logits_kernel(
     """Logits of the split's keys, and (maximum, sum, moment, minimum) of each row of them."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    split, batch = tl.program_id(0), tl.program_id(2)
+    split, batch = tl.program_id(0) % splits, tl.program_id(0) // splits
     head = tl.program_id(1) % heads
     rows = tl.program_id(1) // heads * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     pair = batch * heads + head
-    length, first, last = split_span(lengths, batch, split, splits, capacity, left, QUERIES, BLOCK_N)
+    length, from_key, first, last = split_span(lengths, batch, split, splits, capacity, left, QUERIES, BLOCK_N)
 
     query_heads = head * (ROWS // QUERIES) + rows // QUERIES
     query += batch.to(tl.int64) * stride_qb
@@ -111,7 +112,7 @@ def logits_kernel(
     low = tl.full((BLOCK_M, BLOCK_N), float("inf"), tl.float32)
     for start in range(first, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        inside = n < last
+        inside = (n >= from_key) & (n < last)
         pointers = cache_rows(
             key, table, batch, head, n, inside, stride_kb, stride_kh, stride_kn, stride_table, PAGE_SIZE
         )
@@ -163,12 +164,12 @@ def values_kernel(
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    split, batch = tl.program_id(0), tl.program_id(2)
+    split, batch = tl.program_id(0) % splits, tl.program_id(0) // splits
     head = tl.program_id(1) % heads
     rows = tl.program_id(1) // heads * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     pair = batch * heads + head
-    length, first, last = split_span(lengths, batch, split, splits, capacity, left, QUERIES, BLOCK_N)
+    length, from_key, first, last = split_span(lengths, batch, split, splits, capacity, left, QUERIES, BLOCK_N)
 
     newest, oldest = row_span(rows, length, left, QUERIES)
     at = pair.to(tl.int64) * ROWS + rows
@@ -204,7 +205,7 @@ def values_kernel(
     out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(first, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        inside = n < last
+        inside = (n >= from_key) & (n < last)
         seen = inside[None, :] & (n[None, :] >= oldest[:, None])  # what lies outside may never have been written
         z = tl.load(row_logits[:, None] + n[None, :], mask=(rows < ROWS)[:, None], other=MASKED)
         z = tl.where(seen, z, MASKED)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ import triton
 from torch import Tensor
 
 from ...core.policies.base import Lowered
-from ..geometry import ALL, Geometry
+from ..geometry import ALL, LARGEST_HEAD, Geometry
 from .blocks import BIAS, BOOLEAN, NONE
 from .policy import COEFFICIENTS
 from .tiles import Tiles
@@ -29,17 +32,23 @@ def launch(kernel: Any, programs: int, tiles: Tiles, shared: dict[str, Any], lik
     streamed = [passed[name] for name in ("q", "k", "v", "d_out") if name in passed]
     known = hasattr(triton.language, "make_tensor_descriptor")  # from triton 3.4 on
     descriptors = tiles.descriptors and known and all(_aligned(x) for x in streamed)
-    if descriptors and like.is_cuda:
-        triton.set_allocator(_scratch)
+    passed |= {"ROWS": tiles.rows, "KEYS": tiles.keys, "TMA": descriptors}
+    run = functools.partial(kernel[(programs,)], **passed, num_warps=tiles.warps, num_stages=tiles.stages)
     with torch.cuda.device_of(like):
-        kernel[(programs,)](
-            **passed,
-            ROWS=tiles.rows,
-            KEYS=tiles.keys,
-            TMA=descriptors,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+        if descriptors and like.is_cuda:
+            with_scratch(run)
+        else:
+            run()
+
+
+def with_scratch(run: Callable[[], Any]) -> None:
+    """Run a launch that keeps descriptors in memory of the device; the allocator that triton had stays as it was."""
+
+    def inside() -> None:
+        triton.set_allocator(_scratch)
+        run()
+
+    contextvars.copy_context().run(inside)  # the allocator is a context variable
 
 
 def check_device(kernel: Any, like: Tensor) -> None:
@@ -55,9 +64,10 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Any:
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether rows are contiguous and begin at multiples of 16 bytes, as a descriptor wants them."""
+    """Whether rows are contiguous and begin at multiples of 16 bytes, as a descriptor wants them; repeated ones not."""
     return (
         x.stride(-1) == 1
+        and x.stride(-2) > 0
         and x.data_ptr() % 16 == 0
         and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
     )
@@ -136,6 +146,15 @@ def strides(name: str, x: Tensor, axes: str) -> dict[str, int]:
     return {f"stride_{name}{axis}": stride for axis, stride in zip(axes, x.stride(), strict=True)}
 
 
+def room(
+    like: Tensor, shape: tuple[int, ...], packed: bool, dtype: torch.dtype | None = None, fill: float = 0.0
+) -> Tensor:
+    """Where a kernel writes; with packed documents, ``fill`` stays where no document is."""
+    if packed:
+        return like.new_full(shape, fill, dtype=dtype)
+    return like.new_empty(shape, dtype=dtype)
+
+
 def row_numbers(values: Tensor, q: Tensor) -> Tensor:
     """One float32 number for each row, contiguous."""
     return values.to(torch.float32).expand(q.shape[:-1]).contiguous()
@@ -181,8 +200,9 @@ def _check(
         raise ValueError(f"query {tuple(q.shape)} and key {tuple(k.shape)} do not fit together")
     if v is not None and v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"key {tuple(k.shape)} and value {tuple(v.shape)} do not fit together")
-    if any(not 1 <= x.shape[-1] <= 256 for x in tensors):
-        raise ValueError(f"the Triton kernels take heads of up to 256 columns, got {[x.shape[-1] for x in tensors]}")
+    if any(not 1 <= x.shape[-1] <= LARGEST_HEAD for x in tensors):
+        got = [x.shape[-1] for x in tensors]
+        raise ValueError(f"the Triton kernels take heads of up to {LARGEST_HEAD} columns, got {got}")
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         raise ValueError("the Triton kernels give no gradient of the mask; use impl='reference' or impl='streaming'")
     if (cu_q is None) != (cu_k is None):

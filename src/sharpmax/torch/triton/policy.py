@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-COEFFICIENTS = 8
+from ..geometry import LARGEST_POLYNOMIAL
+
+COEFFICIENTS = LARGEST_POLYNOMIAL
 """How many coefficients the kernels take."""
 
 

@@ -7,6 +7,7 @@ queries x keys, keys and values of grouped heads are not repeated, and tensors m
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .launch import (
     padded,
     policy_arguments,
     programs_of,
+    room,
     row_numbers,
     shared_arguments,
     strides,
@@ -96,8 +98,9 @@ def attend(
     """
     shared = shared_arguments(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
     tiles = config or tiles_for("attend", max(q.shape[-1], v.shape[-1]), q.dtype, q.device, geometry.banded)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    packed = cu_q is not None
+    out = room(q, (*q.shape[:-1], v.shape[-1]), packed)
+    lse = room(q, q.shape[:-1], packed, torch.float32, -math.inf)
     launch(
         attend_kernel,
         programs_of(shared, tiles.rows, by_key=False),
@@ -163,11 +166,12 @@ def backward(
         q, v, beta, out, lse, grad_out, row_max, grad_sum, grad_moment, delta, need_beta, dropout_p, seed, grad_scaled,
         row_sum, row_moment,
     )  # fmt: skip
-    dq = q.new_empty(q.shape)
-    dbeta = q.new_empty(q.shape[:-1], dtype=torch.float32) if need_beta else None
+    packed = cu_q is not None
+    dq = room(q, q.shape, packed)
+    dbeta = room(q, q.shape[:-1], packed, torch.float32) if need_beta else None
     _query_gradient(q, shared, gradients, dq, dbeta, lowered, config[0])
-    dk = k.new_empty(k.shape)
-    dv = v.new_empty(v.shape) if v is not None and grad_out is not None else None
+    dk = room(k, k.shape, packed)
+    dv = room(v, v.shape, packed) if v is not None and grad_out is not None else None
     width = max(q.shape[-1], gradients["DV"])
     kernel = "key" if gradients["ATTEND"] else "stats key"
     tiles = config[1] or tiles_for(kernel, width, q.dtype, q.device, geometry.banded)
@@ -214,7 +218,7 @@ def beta_gradient(
     """
     shared = shared_arguments(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
     gradients = _gradients(q, v, beta, out, lse, grad_out, row_max, None, None, None, True, dropout_p, seed)
-    dbeta = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    dbeta = room(q, q.shape[:-1], cu_q is not None, torch.float32)
     _query_gradient(q, shared, gradients, None, dbeta, None, config)
     return dbeta, gradients["delta"]
 
@@ -240,11 +244,12 @@ def _stats(
     config: Tiles | None,
 ) -> Any:  # fmt: skip
     tiles = config or tiles_for("stats", q.shape[-1], q.dtype, q.device, shared["LEFT"] or shared["RIGHT"])
-    highest, total, moment = (q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(3))
-    count = torch.empty(q.shape[:-1], dtype=torch.int32, device=q.device)
-    lowest = torch.empty_like(total) if with_min else None
-    beta = torch.empty_like(total) if lowered is not None else None
-    query = q.new_empty(q.shape) if lowered is not None and scaled else None
+    shape, packed = q.shape[:-1], shared["PACKED"]
+    highest, total, moment = (room(q, shape, packed, torch.float32, fill) for fill in (-math.inf, 0.0, 0.0))
+    count = room(q, shape, packed, torch.int32)
+    lowest = room(q, shape, packed, torch.float32, math.inf) if with_min else None
+    beta = room(q, shape, packed, torch.float32) if lowered is not None else None
+    query = room(q, q.shape, packed) if lowered is not None and scaled else None
     launch(
         stats_kernel,
         programs_of(shared, tiles.rows, by_key=False),
