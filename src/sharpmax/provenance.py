@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("numpy", "scipy", "torch", "triton", "jax", "jaxlib", "flax", "optax", "transformers", "matplotlib")
+PACKAGES = (
+    "numpy", "scipy", "torch", "triton", "jax", "jaxlib", "flax", "optax", "transformers", "tokenizers", "dm-clrs",
+    "matplotlib",
+)  # fmt: skip
 """Packages whose versions are recorded where they are installed."""
 
 SOURCES = ("src", "benchmarks/*.py", "pyproject.toml")

@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from .bound import bound
+from .clrs_text import clrs_text
 from .exhibits import reproduce
 from .groups import Commands, help_if_alone
 from .heads import fit, train
@@ -43,4 +44,5 @@ app.add_typer(train, name="train")
 app.command()(diagnose)
 app.command("zero-shot")(zero_shot)
 app.add_typer(models, name="models")
+app.add_typer(clrs_text, name="clrs-text")
 app.add_typer(reproduce, name="reproduce")

@@ -177,6 +177,12 @@ def _context(heads: Heads) -> str:
     return f"Inputs of more than {context:,} tokens are longer than the model was made for: extrapolation."
 
 
+SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
 def long(n: int) -> str:
-    """A count to read: in full as long as that is short."""
-    return f"{n:,}" if n < 10**9 else f"{float(n):.1e}".replace("e+", " x 10^")
+    """A count to read: in full as long as that is short, then two digits of it."""
+    if n < 10**6:
+        return f"{n:,}"
+    digits, power = f"{float(n):.1e}".split("e+")
+    return f"{digits} × 10{str(int(power)).translate(SUPERSCRIPT)}"

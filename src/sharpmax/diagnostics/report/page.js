@@ -117,7 +117,7 @@ function say(key) {
 function drawHead() {
   const head = heads.get(state.key), v = (name, digits) => shown(value(head, name), digits);
   $("#head-title").textContent = label(head);
-  $("#head-about").textContent = head.window ? `sees a window of ${head.window.toLocaleString("en")} keys` : "sees all keys before it";
+  $("#head-about").textContent = head.window ? `sees a window of ${head.window.toLocaleString("en")} keys` : "sees every key that no mask hides";
   const n = head.window ? "none: a window does not grow" : power(count(value(head, "dispersion_n")));
   const lines = [
     ["Entropy", `${v("entropy_last", 2)} at the last token; ${v("entropy_mean", 2)} ± ${v("entropy_std", 2)} over rows`],

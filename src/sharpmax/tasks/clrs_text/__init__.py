@@ -1,0 +1,66 @@
+"""CLRS-Text (Section 4.2): thirty algorithms as questions and answers in text, to train on and to evaluate with.
+
+benchmark (what there is)  ->  text (samples, made by upstream's code)  ->  shards (files)
+                           ->  stream (an order)  ->  tokens  ->  packing  ->  loader (PyTorch);   scoring of answers
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .benchmark import ALGORITHMS, EVALUATION_SIZES, TRAINING_SIZES, UNTRACED, Split, evaluation, training
+from .lengths import token_lengths
+from .packing import IGNORED, LENGTH, Packed, Packer, pack
+from .scoring import Answer, Score, score, split_answer
+from .shards import CorruptShardError, generate, load_manifest, progress_bar, verify
+from .stream import Generated, Samples, Stored
+from .text import Generator, Sample, generate_samples
+from .tokens import CHARACTERS, CharacterTokenizer, Document, Encoder, check_tokenizer
+
+if TYPE_CHECKING:
+    from .loader import Loader, PackedDataset
+
+__all__ = [
+    "ALGORITHMS",
+    "TRAINING_SIZES",
+    "EVALUATION_SIZES",
+    "UNTRACED",
+    "Split",
+    "training",
+    "evaluation",
+    "Sample",
+    "Generator",
+    "generate_samples",
+    "generate",
+    "verify",
+    "load_manifest",
+    "progress_bar",
+    "CorruptShardError",
+    "Samples",
+    "Generated",
+    "Stored",
+    "CHARACTERS",
+    "CharacterTokenizer",
+    "check_tokenizer",
+    "Encoder",
+    "Document",
+    "token_lengths",
+    "LENGTH",
+    "IGNORED",
+    "pack",
+    "Packed",
+    "Packer",
+    "PackedDataset",
+    "Loader",
+    "Answer",
+    "split_answer",
+    "Score",
+    "score",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs PyTorch is imported when it is asked for."""
+    if name in ("Loader", "PackedDataset"):
+        from . import loader
+
+        return getattr(loader, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

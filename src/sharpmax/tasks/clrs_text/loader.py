@@ -1,0 +1,116 @@
+"""Packed sequences as batches of PyTorch tensors, made by this process or by several, with a state to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...extras import require
+
+require("torch", "torch", "sharpmax.tasks.clrs_text.Loader")
+
+import torch  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # noqa: E402
+
+from .packing import Packed, Packer  # noqa: E402
+
+Batch = dict[str, torch.Tensor]
+
+
+class PackedDataset(IterableDataset[Packed]):
+    """The sequences of a :class:`Packer` as a dataset of PyTorch, in the process that asks for them."""
+
+    def __init__(self, packer: Packer) -> None:
+        self.packer = packer
+
+    def __iter__(self) -> Iterator[Packed]:
+        if get_worker_info() is not None:
+            raise ValueError("expected a DataLoader without workers: Loader(packer, batch, workers=...) divides work")
+        return iter(self.packer)
+
+
+class Loader:
+    """Batches ``{"input_ids", "position_ids", "labels"}``, each ``[batch, length]``, for a model of transformers.
+
+    Args:
+      packer: makes the sequences; workers take parts of a packer that has made none yet.
+      batch: sequences in a batch; a last batch with fewer is left out.
+      workers: processes that make them; with 0, this one does. They are spawned, so a script that asks for some needs
+        ``if __name__ == "__main__":``. What comes out depends on their number, and on nothing else.
+    """
+
+    def __init__(self, packer: Packer, batch: int, *, workers: int = 0) -> None:
+        if batch < 1 or workers < 0:
+            raise ValueError(f"expected a batch of at least 1 and at least 0 workers, got {batch} and {workers}")
+        if workers and packer.sequences:
+            raise ValueError("expected a packer at its beginning, to be divided among workers, got one that has begun")
+        self.packer, self.batch, self.workers = packer, batch, workers
+        parts = [packer.part(i, workers) for i in range(workers)] if workers else [packer]
+        self._states: list[dict[str, Any]] = [part.state() for part in parts]
+        self._turn = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.workers == 0:
+            while len(batch := [p for _, p in zip(range(self.batch), self.packer, strict=False)]) == self.batch:
+                self._states = [self.packer.state()]
+                yield _stacked(batch)
+            return
+        order = [(self._turn + i) % self.workers for i in range(self.workers)]
+        dataset = _Parts(self.packer, self.batch, order, self._states)
+        batches = DataLoader(
+            dataset, batch_size=None, num_workers=self.workers, multiprocessing_context="spawn", prefetch_factor=4
+        )
+        for worker, batch, state in batches:
+            self._states[worker], self._turn = state, (worker + 1) % self.workers
+            yield batch
+
+    def state(self) -> dict[str, Any]:
+        """Where this stands after the last batch that came out, ready for JSON."""
+        return {"batch": self.batch, "workers": self.workers, "turn": self._turn, "states": list(self._states)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state, of a loader with the same number of workers and batches of the same size."""
+        for what in ("batch", "workers"):
+            if state.get(what) != getattr(self, what):
+                raise ValueError(
+                    f"expected the state of a loader with {what} {getattr(self, what)}, got {state.get(what)}"
+                )
+        if self.workers == 0:
+            self.packer.restore(state["states"][0])
+        self._states, self._turn = list(state["states"]), state["turn"]
+
+    @property
+    def dropped(self) -> dict[str, dict[str, int]]:
+        """How many samples did not fit, by algorithm and size."""
+        total: dict[str, dict[str, int]] = {}
+        for state in self._states:
+            for algorithm, sizes in state["dropped"].items():
+                for size, count in sizes.items():
+                    row = total.setdefault(algorithm, {})
+                    row[size] = row.get(size, 0) + count
+        return total
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Sequences, documents and tokens (without padding) so far."""
+        return {k: sum(state[k] for state in self._states) for k in ("sequences", "documents", "tokens")}
+
+
+class _Parts(IterableDataset[tuple[int, Batch, dict[str, Any]]]):
+    """Batches of the part of each worker, with where it stands after them; ``order`` says which part is whose."""
+
+    def __init__(self, packer: Packer, batch: int, order: list[int], states: list[dict[str, Any]]) -> None:
+        self.packer, self.batch, self.order, self.states = packer, batch, order, states
+
+    def __iter__(self) -> Iterator[tuple[int, Batch, dict[str, Any]]]:
+        worker = get_worker_info()
+        assert worker is not None
+        part = self.order[worker.id]
+        packer = self.packer.part(part, len(self.order))
+        packer.restore(self.states[part])
+        while len(batch := [p for _, p in zip(range(self.batch), packer, strict=False)]) == self.batch:
+            yield part, _stacked(batch), packer.state()
+
+
+def _stacked(batch: list[Packed]) -> Batch:
+    return {name: torch.stack([torch.from_numpy(getattr(p, name)) for p in batch]) for name in Packed._fields}
