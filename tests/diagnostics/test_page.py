@@ -72,7 +72,7 @@ def test_a_click_on_a_head_shows_it_everywhere(chromium: Browser, page: Path, fo
     assert chromium.evaluate("document.querySelectorAll('#map button').length") == 12
     click(chromium, '[data-key="1.2"]')
     assert text(chromium, "#head-title") == "Layer 1, head 2"
-    assert text(chromium, "#head-about") == "sees all keys before it"
+    assert text(chromium, "#head-about") == "sees every key that no mask hides"
     assert f"{cell(found, 'entropy_last', 1, 2):.2f} at the last token" in text(chromium, "#head-facts")
     assert "Layer 1, head 2" in text(chromium, "#curves-key")
     assert text(chromium, "#row-title").startswith("Layer 1, head 2, last of ")

@@ -138,9 +138,10 @@ def test_a_decoder_whose_layers_deny_causality_is_causal_all_the_same():
     torch.manual_seed(0)
     config = BigBirdPegasusConfig(
         d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=32, vocab_size=50,
-        max_position_embeddings=64, is_decoder=True, attn_implementation="eager",
+        max_position_embeddings=64, is_decoder=True,
     )  # fmt: skip
     model = BigBirdPegasusForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
     ids = torch.randint(5, 50, (2, 17))
     stock = model(ids).logits
     with sharpen(model, Constant(1.0)):

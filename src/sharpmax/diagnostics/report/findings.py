@@ -185,4 +185,4 @@ def long(n: int) -> str:
     if n < 10**6:
         return f"{n:,}"
     digits, power = f"{float(n):.1e}".split("e+")
-    return f"{digits} × 10{str(int(power)).translate(SUPERSCRIPT)}"
+    return f"{digits} \N{MULTIPLICATION SIGN} 10{str(int(power)).translate(SUPERSCRIPT)}"
