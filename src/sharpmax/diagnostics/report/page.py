@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -81,9 +80,10 @@ def _cards(heads: Heads) -> str:
     slopes = heads.slopes()
     if not np.isnan(slopes).all():
         worst = int(np.nanargmax(slopes))
-        gain = slopes[worst] * math.log(2)
+        gain = slopes[worst]
         if round(gain, 2) > 0:
-            what, about = f"+{gain:.2f}<small>nats</small>", f"a doubling of n: {heads.name(worst)}"
+            what = f"+{gain:.2f}<small>nats</small>"
+            about = f"as n grows e-fold (uniform attention: 1): {heads.name(worst)}"
         else:
             what, about = "none", "no head gains entropy as n grows"
         cards.append(("Loses it fastest", what, about))
