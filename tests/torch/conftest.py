@@ -1,8 +1,10 @@
-"""Blocks of the streaming implementation that small tests reach more than one of."""
+"""Blocks of the streaming implementation that small tests reach more than one of; Triton's kernels on a CPU."""
 
 import pytest
+import torch
 
-from sharpmax.torch import blocks
+from sharpmax.torch import attention as module
+from sharpmax.torch import blocks, fused
 
 
 @pytest.fixture
@@ -10,3 +12,16 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> blocks.Sizes:
     sizes = blocks.Sizes(rows=4, keys=5, logits=45)
     monkeypatch.setattr(blocks, "CPU", sizes)
     return sizes
+
+
+@pytest.fixture
+def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Triton's kernels serve CPU tensors too, in its interpreter; the operators with a policy inside are noted."""
+    pytest.importorskip("triton")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(module, "_triton_refusal", lambda *_: "")
+    called: list[str] = []
+    for name in ("sharpened_query", "adaptive_attention"):
+        real = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *a, name=name, real=real: (called.append(name), real(*a))[1])
+    return called

@@ -1,0 +1,266 @@
+"""Inputs of attention that are bad, odd, or served by some implementations only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention as stock
+
+import sharpmax
+from sharpmax.torch import Learnable, scaled_dot_product_attention
+from sharpmax.torch import attention as module
+from sharpmax.torch.checks import checked
+from tests.torch import oracle
+from tests.torch.attention_cases import MASKS, TOLERANCE, close, compare, inputs
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"impl": "fast"}, ValueError, "auto, reference, streaming, triton, stock"),
+    ({"impl": "triton"}, ValueError, "reference, streaming, stock can"),
+    ({"impl": "stock", "softcap": 1.0}, ValueError, "reference, streaming can"),
+    ({"impl": "stock", "window": 3}, ValueError, "window"),
+    ({"impl": "stock", "policy": sharpmax.PerHead((sharpmax.Hard(),) * 2)}, ValueError, "hard"),
+    ({"policy": 2.0}, TypeError, "callable"),
+    ({"policy": lambda stats: torch.ones(7)}, ValueError, "expected the policy to give beta"),
+    ({"is_causal": "upper"}, ValueError, "lower_right"),
+    ({"window": 0}, ValueError, "window"),
+    ({"window": (1, 2, 3)}, ValueError, "window"),
+    ({"softcap": -1.0}, ValueError, "softcap"),
+    ({"scale": math.nan}, ValueError, "scale"),
+    ({"dropout_p": 1.5}, ValueError, "dropout_p"),
+    ({"attn_mask": torch.ones(3, 3, dtype=torch.bool)}, ValueError, "broadcast"),
+    ({"attn_mask": torch.ones(5, 5, dtype=torch.int64)}, TypeError, "boolean"),
+    ({"key_lengths": torch.tensor([1, 2, 3])}, ValueError, "key_lengths"),
+    ({"key_lengths": torch.tensor([1.0])}, TypeError, "whole numbers"),
+    ({"key": torch.randn(1, 1, 5, 4), "value": torch.randn(1, 1, 5, 4)}, ValueError, "enable_gqa"),
+    ({"key": torch.randn(1, 2, 5, 3)}, ValueError, "columns"),
+    ({"value": torch.randn(1, 2, 4, 4)}, ValueError, "alike"),
+    ({"key": torch.randn(1, 2, 5, 4).double()}, TypeError, "one type"),
+    ({"query": torch.ones(1, 2, 5, 4, dtype=torch.int64)}, TypeError, "float32"),
+    ({"query": [1.0]}, TypeError, "torch tensor"),
+    ({"value": None}, TypeError, "expected value to be a torch tensor, got NoneType"),
+    ({"key_lengths": torch.empty(1, dtype=torch.int32, device="meta")}, ValueError, "query's device cpu"),
+    ({"window": np.int64(0)}, ValueError, "window"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), BAD, ids=[f"{'-'.join(c)}: {words}" for c, _, words in BAD])
+def test_bad_input_is_refused_in_one_sentence(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    x = torch.randn(1, 2, 5, 4)
+    call: Any = {"query": x, "key": x, "value": x} | change
+    with pytest.raises(error, match=words) as caught:
+        scaled_dot_product_attention(**call)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("impl", ["reference", "streaming"])
+@pytest.mark.parametrize("keys", [9, 11])
+def test_causal_bias_is_causality(impl: str, keys: int) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    k, v = k[:, :, :keys], v[:, :, :keys]
+    pairs: Any = ((causal_upper_left(9, keys), True), (causal_lower_right(9, keys), "lower_right"))
+    for bias, causal in pairs:
+        found = scaled_dot_product_attention(q, k, v, bias, enable_gqa=True, impl=impl)
+        compared = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True, impl=impl)
+        assert torch.equal(found, compared)
+
+
+class Own(Tensor):
+    """A tensor that answers torch's functions itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_masks_that_cannot_be_read_are_refused() -> None:
+    x = torch.randn(1, 2, 5, 4)
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (causal_upper_left(5, 5), {"is_causal": True}, "got both"),
+        (causal_upper_left(4, 5), {}, "5 queries and 5 keys"),
+        (torch.zeros(5, 5).to_sparse(), {}, "plain tensor"),
+        (torch.zeros(5, 5).as_subclass(Own), {}, "plain tensor, got Own"),
+        (torch.zeros(5, 5, device="meta"), {}, "attn_mask on the query's device cpu, got it on meta"),
+    ]
+    for mask, kw, words in refused:
+        with pytest.raises((TypeError, ValueError), match=words):
+            scaled_dot_product_attention(x, x, x, mask, **kw)
+    shorter: Any = {"key": x[:, :, :4], "value": x[:, :, :4], "key_lengths": torch.tensor([3])}
+    with pytest.raises(ValueError, match="is_causal='lower_right'"), pytest.warns(UserWarning, match="NaNs"):
+        scaled_dot_product_attention(x, attn_mask=causal_lower_right(5, 4), **shorter)
+    plain = torch.nn.Parameter(torch.zeros(5, 5))
+    close(scaled_dot_product_attention(x, x, x, plain), scaled_dot_product_attention(x, x, x), 1e-6, "parameter")
+
+
+@pytest.mark.parametrize("impl", ["reference", "streaming"])
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("mask", ["causal", "boolean"])
+def test_a_scale_that_is_not_positive(impl: str, scale: float, mask: str) -> None:
+    compare(inputs(value_columns=8), impl, scale=scale, **MASKS[mask])
+
+
+def test_stock_refuses_a_scale_that_is_not_positive(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 2, 5, 8).half()
+    with pytest.raises(ValueError, match="not positive; reference, streaming can"):
+        scaled_dot_product_attention(x, x, x, scale=0.0, impl="stock")
+    monkeypatch.setattr(module, "_compute_capability", lambda _: 9)
+    monkeypatch.setattr(module, "_triton_refusal", lambda *_: "")
+    call: Any = {"is_causal": True, "window": None, "softcap": None, "enable_gqa": False}
+    assert module.choose("auto", checked(x, x, x, None, None, scale=-1.0, **call), None, may_round=True) == "triton"
+
+
+@pytest.mark.parametrize("impl", ["reference", "streaming", "triton", "stock"])
+@pytest.mark.parametrize("causal", [False, "lower_right"])
+def test_key_lengths_beyond_the_keys_mean_all_of_them(impl: str, causal: Any, request: pytest.FixtureRequest) -> None:
+    if impl == "triton":
+        request.getfixturevalue("triton_everywhere")
+    if impl == "stock" and causal:
+        pytest.skip("stock does not serve it")
+    q, k, v = (x.detach() for x in inputs(torch.float32, value_columns=8))
+    for lengths in ([11 + (1 << 33), -(1 << 33)], [12, -1]):
+        found, expected = (
+            scaled_dot_product_attention(
+                q, k, v, enable_gqa=True, is_causal=causal, impl=impl, key_lengths=torch.tensor(n), return_stats=True
+            )
+            for n in (lengths, [11, 0])
+        )
+        assert torch.equal(found.output, expected.output)
+        assert torch.equal(found.stats.count, expected.stats.count)
+
+
+class _Calls(torch.nn.Module):
+    def __init__(self, policy: Learnable) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, enable_gqa=True, policy=self.policy)
+
+
+def test_forward_mode() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    tangent = torch.randn_like(q)
+
+    def attend(q: Tensor, **kw: Any) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, enable_gqa=True, is_causal=True, **kw)
+
+    expected = (attend(q + 1e-6 * tangent) - attend(q - 1e-6 * tangent)) / 2e-6
+    learnable = Learnable(sharpmax.LearnableTemperature(heads=4)).double()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, tangent)
+        found = forward_ad.unpack_dual(attend(dual)).tangent
+        assert found is not None
+        close(found, expected, 1e-6, "tangent")
+        for impl in ("streaming", "stock"):
+            with pytest.raises(ValueError, match="forward mode; reference can"):
+                attend(dual, impl=impl)
+        assert torch.equal(attend(q), attend(q, impl="streaming"))
+        (name, parameter), *_ = learnable.named_parameters()
+        moved = {name: forward_ad.make_dual(parameter.detach(), torch.ones_like(parameter))}
+        out = torch.func.functional_call(_Calls(learnable), {f"policy.{name}": moved[name]}, (q, k, v))
+        assert forward_ad.unpack_dual(out).tangent is not None
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    close(compiled(q), attend(q), 1e-12, "compiled")
+
+
+@pytest.mark.parametrize("impl", ["reference", "streaming", "triton", "stock"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_infinite_beta_of_some_rows(impl: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    if impl == "triton":
+        request.getfixturevalue("triton_everywhere")
+    tensors = [x.detach().requires_grad_() for x in inputs(dtype, value_columns=8)]
+    q, k, v = tensors
+
+    def policy(stats: Any) -> Tensor:
+        return torch.where(torch.arange(9) % 2 == 0, math.inf, 1.0).expand(stats.sum.shape)
+
+    out = scaled_dot_product_attention(q, k, v, policy=policy, enable_gqa=True, is_causal=True, impl=impl)
+    truth = oracle.attention(q, k, v, policy=sharpmax.Hard(), is_causal=True).output
+    close(out[:, :, ::2], truth[:, :, ::2], 10 * TOLERANCE[dtype], "hard rows")
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), tensors))
+
+
+@pytest.mark.parametrize("lowest", [-math.inf, -1e200, torch.finfo(torch.float32).min])
+def test_a_wider_mask_is_read_alike(lowest: float) -> None:
+    q, k, v = (x.detach() for x in inputs(torch.float32))
+    mask = torch.randn(1, 1, 9, 11, dtype=torch.float64)
+    mask[..., 3], mask[:, :, 4] = lowest, lowest
+    results = [
+        scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, impl=impl, return_stats=True)
+        for impl in ("reference", "streaming")
+    ]
+    for result in results:
+        assert result.output.dtype == result.beta.dtype == result.stats.max.dtype == torch.float32
+        assert (result.stats.count[:, :, 4] == 0).all()
+    close(results[1].output, results[0].output, 2e-5, "output")
+    assert torch.equal(results[0].stats.count, results[1].stats.count)
+    hidden = scaled_dot_product_attention(q, k, v, mask > -1e30, enable_gqa=True, return_stats=True)
+    assert torch.equal(results[0].stats.count, hidden.stats.count)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "streaming"])
+def test_values_without_columns(impl: str) -> None:
+    x = torch.randn(1, 2, 5, 4)
+    assert scaled_dot_product_attention(x, x, x[..., :0], impl=impl).shape == (1, 2, 5, 0)
+    with pytest.raises(ValueError, match="values without columns; reference, streaming can"):
+        scaled_dot_product_attention(x, x, x[..., :0], impl="stock")
+
+
+def test_auto_knows_that_triton_takes_no_values_without_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HAS_TRITON", True)
+    device = type("Device", (), {"type": "cuda"})()
+    x = torch.randn(1, 2, 5, 4)
+    call: Any = {"is_causal": True, "window": None, "softcap": None, "enable_gqa": False, "scale": None}
+    made = checked(x, x, x[..., :0], None, None, **call)
+
+    class OnGpu:
+        def __getattr__(self, name: str) -> Any:
+            return device if name == "device" else getattr(x, name)
+
+    gpu: Any = OnGpu()
+    assert module._triton_refusal(made._replace(q=gpu), None) == "values without columns"
+
+
+def test_second_derivative_is_refused_in_one_sentence() -> None:
+    q, k, v = inputs()
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=True, impl="streaming")
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="impl='reference'"):
+        gradient.sum().backward()
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=True, impl="reference")
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    gradient.sum().backward()
+    assert q.grad is not None
+
+
+def test_mixed_types_under_autocast_are_those_of_torch() -> None:
+    x = torch.randn(1, 2, 5, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = scaled_dot_product_attention(x, x.half(), x.bfloat16())
+        assert found.dtype == stock(x, x.half(), x.bfloat16()).dtype
+        with pytest.raises(RuntimeError):
+            stock(x.double(), x, x)
+        with pytest.raises(TypeError, match="of one type, got float32, float64"):
+            scaled_dot_product_attention(x.double(), x, x)
+        assert scaled_dot_product_attention(x.double(), x.double(), x.double()).dtype == torch.float64
+
+
+def test_numbers_of_numpy() -> None:
+    x = torch.randn(1, 2, 5, 4)
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"window": np.int64(3)}, {"window": 3}),
+        ({"window": (np.int32(2), np.int8(-1))}, {"window": (2, -1)}),
+        ({"is_causal": np.bool_(True)}, {"is_causal": True}),
+    ]
+    for given_kw, plain in pairs:
+        assert torch.equal(
+            scaled_dot_product_attention(x, x, x, **given_kw), scaled_dot_product_attention(x, x, x, **plain)
+        )
