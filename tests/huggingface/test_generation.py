@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, StaticCache
 
-from sharpmax.huggingface import Call, observe, register
+from sharpmax.huggingface import Call, interface, observe, register
+from sharpmax.torch import decode_attention
 from tests.huggingface import families
 
 register()
@@ -86,7 +87,7 @@ def test_a_prompt_in_pieces_is_the_whole_prompt(family, static):
 
 @pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
 def test_unpadded_decoding_has_no_mask(cache):
-    """So the kernels for decoding serve it, which take none; a static cache says how much of it is valid."""
+    """A static cache says how much of it is valid."""
     calls: list[Call] = []
     with observe(calls.append):
         generated(families.causal("llama"), families.tokens(2, LENGTH), **cache)
@@ -96,6 +97,21 @@ def test_unpadded_decoding_has_no_mask(cache):
         assert call.options["attn_mask"] is None
         assert call.options["is_causal"] == "lower_right"
         assert (call.options["key_lengths"] is not None) == bool(cache)
+
+
+@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
+def test_padded_steps_are_served_by_the_kernels_for_decoding(cache, monkeypatch):
+    masks = []
+
+    def watched(*args, **kwargs):
+        masks.append(kwargs["key_mask"])
+        return decode_attention(*args, **kwargs)
+
+    monkeypatch.setattr(interface, "decode_attention", watched)
+    ids, mask = families.padded([LENGTH, 5], LENGTH, "left")
+    generated(families.causal("llama"), ids, mask, **cache)
+    assert len(masks) == 2 * (NEW - 1)
+    assert all(m is not None and not m[1, :7].any() and m[1, 7:13].all() and m[0, :13].all() for m in masks)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -80,6 +80,7 @@ def oracle(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    key_mask: Tensor | None = None,
 ) -> Expected:
     """Attention of every query, one after the other, in float64; beta is 1 where nothing is visible."""
     q, k, v = (x.detach().cpu().double().numpy() for x in (query, key, value))
@@ -90,14 +91,17 @@ def oracle(
     for b, h, i in np.ndindex(batch, heads, queries):
         last = lengths[b] - queries + i
         first = 0 if window is None else max(last - window + 1, 0)
-        z = k[b, h // group, first : last + 1] @ q[b, h, i] * (dim**-0.5 if scale is None else scale)
-        if last < first:
+        seen = np.arange(first, max(last + 1, first))
+        if key_mask is not None:
+            seen = seen[key_mask[b].cpu().numpy()[seen]]
+        if seen.size == 0:
             continue
+        z = k[b, h // group, seen] @ q[b, h, i] * (dim**-0.5 if scale is None else scale)
         if softcap is not None:
             z = softcap * np.tanh(z / softcap)
         beta[b, h, i] = chosen = betas(z, h)
         w = (z == z.max()).astype(float) if math.isinf(chosen) else np.exp(chosen * (z - z.max()))
-        output[b, h, i] = w / w.sum() @ v[b, h // group, first : last + 1]
+        output[b, h, i] = w / w.sum() @ v[b, h // group, seen]
         entropies[b, h, i], count[b, h, i] = entropy(z), z.size
     return Expected(output, beta, entropies, count)
 
@@ -217,6 +221,29 @@ def test_lengths_beyond_the_cache_mean_all_of_it() -> None:
     query, key, value = inputs()
     result = decode_attention(query, key, value, lengths_of([1000, -3]), return_stats=True)
     check(result, oracle(query, key, value, [70, 0], paper), 1e-5)
+
+
+def padding(capacity: int = 70, device: str = "cpu") -> Tensor:
+    """Keys hidden before a prompt, within one, both, all and none."""
+    mask = torch.ones(5, capacity, dtype=torch.bool)
+    mask[0, :13] = mask[1, 20:29] = mask[2, :64] = mask[2, 66] = mask[3] = False
+    return mask.to(device)
+
+
+MASKED_POLICIES = ["paper", "yarn", "constant", "callable", "hard"]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("policy", MASKED_POLICIES)
+def test_hidden_keys(policy: str, window: int | None) -> None:
+    chosen, betas = POLICIES[policy]
+    lengths, mask = [70, 70, 69, 70, 41], padding()
+    tensors = inputs(batch=5)
+    expected = oracle(*tensors, lengths, betas, window=window, key_mask=mask)
+    for cache in tensors[1:]:
+        cache.masked_fill_(~mask[:, None, :, None], math.nan)
+    options: dict[str, Any] = {"policy": chosen, "window": window, "impl": "torch", "return_stats": True}
+    check(decode_attention(*tensors, lengths_of(lengths), key_mask=mask, **options), expected, 1e-5)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 24])
@@ -375,6 +402,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "expected key to be a torch tensor, got NoneType": ((Q, None, V), {}),
     "expected value to be a torch tensor, got list": ((Q, K, [1.0]), {}),
     r"shape \[2\], got shape \(3,\)": ((Q, K, V, lengths_of([1, 2, 3])), {}),
+    r"key_mask to be boolean of shape \(2, 70\), got torch.float32": ((Q, K, V), {"key_mask": torch.ones(2, 70)}),
+    r"key_mask to be boolean of shape \(2, 70\), got torch.bool of shape \(70,\)": (
+        (Q, K, V),
+        {"key_mask": torch.ones(70, dtype=torch.bool)},
+    ),
+    "expected key_mask to be a torch tensor, got list": ((Q, K, V), {"key_mask": [True]}),
     "no gradient": ((Q.clone().requires_grad_(), K, V), {}),
     "impl to be one of auto, triton, torch, got 'fast'": ((Q, K, V), {"impl": "fast"}),
     "window to be a whole number": ((Q, K, V), {"window": 0}),

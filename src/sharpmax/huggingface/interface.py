@@ -182,8 +182,8 @@ def _serve(call: Call, dropout: float, impl: str) -> Tensor:
     if _decodes(call, dropout, impl):
         options = call.options
         output = decode_attention(
-            call.query, call.key, call.value, options["key_lengths"], scale=options["scale"], policy=call.policy,
-            window=options["window"], softcap=options["softcap"],
+            call.query, call.key, call.value, options["key_lengths"], key_mask=_key_mask(options["attn_mask"]),
+            scale=options["scale"], policy=call.policy, window=options["window"], softcap=options["softcap"],
         )  # fmt: skip
         assert isinstance(output, Tensor)
         return output
@@ -200,11 +200,20 @@ def _decodes(call: Call, dropout: float, impl: str) -> bool:
         and query.shape[2] <= MOST_QUERIES
         and query.shape[2] < key.shape[2]
         and options["is_causal"] == "lower_right"
-        and options["attn_mask"] is None
+        and _is_key_mask(options["attn_mask"], query.shape[0], key.shape[2])
         and dropout == 0.0
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
         and not torch.is_autocast_enabled(query.device.type)
     )
+
+
+def _is_key_mask(mask: Tensor | None, batch: int, keys: int) -> bool:
+    """Whether a mask hides the same keys from every head and query, as padding does."""
+    return mask is None or (mask.dtype == torch.bool and mask.shape == (batch, 1, 1, keys))
+
+
+def _key_mask(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask[:, 0, 0]
 
 
 def _packed(call: Call, dropout: float, impl: str) -> Tensor:

@@ -34,6 +34,7 @@ class _Cache(NamedTuple):
     value: Tensor
     table: Tensor | None
     lengths: Tensor | None
+    mask: Tensor | None = None
 
 
 def decode_attention(
@@ -42,6 +43,7 @@ def decode_attention(
     value: Tensor,
     cache_lengths: Tensor | None = None,
     *,
+    key_mask: Tensor | None = None,
     scale: float | None = None,
     policy: Policy = PAPER,
     window: Window = None,
@@ -58,6 +60,8 @@ def decode_attention(
         ``Hkv``.
       cache_lengths: whole numbers ``[B]``, how many keys are valid (those of the queries included); all if not given.
         What lies beyond is not read. A query without any valid key gets zeros.
+      key_mask: booleans ``[B, capacity]``, False where padding hides a key from every query, such as that before a
+        prompt shorter than the others. What it hides is not read.
       scale: what products of query and key are multiplied by, ``1 / sqrt(D)`` if not given.
       policy: any callable that maps RowStats to beta.
       window: ``w``: a query sees the ``w`` latest keys up to its own position; or ``(left, right)``, of which ``left``
@@ -76,7 +80,14 @@ def decode_attention(
                 f"expected key and value of shapes [{query.shape[0]}, heads, capacity, head size], with the same heads "
                 f"and capacity, got {name} of shape {tuple(cache.shape)}"
             )
-    cache = _Cache(key, value, None, _whole_numbers("cache_lengths", cache_lengths))
+    if key_mask is not None:
+        _check_tensors(key_mask=key_mask)
+        if key_mask.dtype != torch.bool or key_mask.shape != (key.shape[0], key.shape[2]):
+            raise ValueError(
+                f"expected key_mask to be boolean of shape {(key.shape[0], key.shape[2])}, got {key_mask.dtype} of "
+                f"shape {tuple(key_mask.shape)}"
+            )
+    cache = _Cache(key, value, None, _whole_numbers("cache_lengths", cache_lengths), key_mask)
     return _attention(query, cache, scale, policy, window, softcap, impl, return_stats)
 
 
@@ -140,6 +151,7 @@ def _attention(
     cache = cache._replace(
         table=cache.table if cache.table is None or cache.table.stride(1) == 1 else cache.table.contiguous(),
         lengths=None if cache.lengths is None else cache.lengths.contiguous(),
+        mask=cache.mask if cache.mask is None or cache.mask.stride(1) == 1 else cache.mask.contiguous(),
     )
     geometry = geometry_of(query, "lower_right", scale, window, softcap)
     run = _torch_attention
@@ -226,20 +238,24 @@ def _triton_attention(
     """Kernels of our own; the policy within them if it lowers, else between them."""
     from .triton import decode as kernels
 
-    key, value, table, lengths = cache
+    key, value, table, lengths, mask = cache
     scale, softcap, left = geometry.scale, geometry.softcap, geometry.left
     form = lowered(policy)
+    if form is not None and mask is not None and form.variable == "log_count" and len(form.coefficients) > 1:
+        form = None  # the kernels count keys by their places
     numbers = None if form is None else kernels.policy_numbers(form)
     if numbers is not None:
-        output, fields, beta = kernels.decode(query, key, value, table, lengths, scale, softcap, left, *numbers, splits)
+        output, fields, beta = kernels.decode(
+            query, key, value, table, lengths, mask, scale, softcap, left, *numbers, splits
+        )
         if not return_stats:
             return output
         return Attention(output, _row_stats(fields, query, cache, geometry), beta)
     with_min = needs_spread(policy)
-    logits, fields = kernels.decode_stats(query, key, table, lengths, scale, softcap, left, with_min, splits)
+    logits, fields = kernels.decode_stats(query, key, table, lengths, mask, scale, softcap, left, with_min, splits)
     stats = _row_stats(fields, query, cache, geometry)
     beta = row_betas(policy, stats).detach()
-    output = kernels.decode_values(logits, stats.max, beta, value, table, lengths, left, splits)
+    output = kernels.decode_values(logits, stats.max, beta, value, table, lengths, mask, left, splits)
     return Attention(output, stats, beta) if return_stats else output
 
 
@@ -258,18 +274,24 @@ def _torch_attention(
     logits = (rows @ key.to(wide).mT).reshape(batch, query_heads, queries, capacity) * geometry.scale
     if geometry.softcap > 0:
         logits = geometry.softcap * torch.tanh(logits / geometry.softcap)
-    positions = torch.arange(capacity, device=query.device)
-    lengths = capacity if cache.lengths is None else _valid(cache.lengths, capacity)[:, None, None, None]
-    seen = geometry.visible(torch.arange(queries, device=query.device), positions, queries, lengths)
-    assert seen is not None
+    seen = _seen(cache, geometry, queries, capacity)
     stats = row_stats(logits, where=seen, with_min=needs_spread(policy))
     beta = row_betas(policy, stats).detach()
     weights = softmax(logits, where=seen, beta=beta).reshape(batch, heads, grouped, capacity)
     values = value.to(wide)
-    if cache.lengths is not None:
+    if cache.lengths is not None or cache.mask is not None:
         values = torch.where(seen.any(-2, keepdim=True).mT, values, 0.0)  # what no query sees may be anything, even NaN
     output = (weights @ values).reshape(batch, query_heads, queries, value.shape[3]).to(query.dtype)
     return Attention(output, stats, beta) if return_stats else output
+
+
+def _seen(cache: _Cache, geometry: Geometry, queries: int, capacity: int) -> Tensor:
+    """Which keys each query sees, broadcastable to ``[B, heads, queries, capacity]``."""
+    rows, keys = (torch.arange(n, device=cache.key.device) for n in (queries, capacity))
+    lengths = capacity if cache.lengths is None else _valid(cache.lengths, capacity)[:, None, None, None]
+    seen = geometry.visible(rows, keys, queries, lengths)
+    assert seen is not None
+    return seen if cache.mask is None else seen & cache.mask[:, None, None, :]
 
 
 def _gathered(pages: Tensor, cache: _Cache, left: int, queries: int) -> Tensor:
@@ -293,9 +315,13 @@ def _row_stats(fields: Tensor, query: Tensor, cache: _Cache, geometry: Geometry)
     """What the kernels return, and how many keys each query sees, as RowStats."""
     key, table = cache.key, cache.table
     capacity = key.shape[2] if table is None else table.shape[1] * key.shape[1]
-    lengths = capacity if cache.lengths is None else _valid(cache.lengths, capacity)[:, None, None]
-    rows = torch.arange(query.shape[2], dtype=torch.int32, device=query.device)
-    count = visible_counts(geometry, rows, query.shape[2], lengths).expand(query.shape[:3])
+    if cache.mask is None:
+        lengths = capacity if cache.lengths is None else _valid(cache.lengths, capacity)[:, None, None]
+        rows = torch.arange(query.shape[2], dtype=torch.int32, device=query.device)
+        count = visible_counts(geometry, rows, query.shape[2], lengths)
+    else:
+        count = _seen(cache, geometry, query.shape[2], capacity).sum(-1, dtype=torch.int32)
+    count = count.expand(query.shape[:3])
     highest, total, moment, *lowest = fields.unbind(0)
     return RowStats(highest, total, moment, lowest[0] if lowest else None, count)
 

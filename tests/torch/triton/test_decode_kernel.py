@@ -20,6 +20,7 @@ from sharpmax.torch.decode import (
     paged_decode_attention,
 )
 from tests.torch.test_decode import (
+    MASKED_POLICIES,
     POLICIES,
     SpreadOverTen,
     check,
@@ -27,6 +28,7 @@ from tests.torch.test_decode import (
     inputs,
     lengths_of,
     oracle,
+    padding,
     paged,
     paper,
     with_offset,
@@ -54,9 +56,10 @@ def run(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    key_mask: Tensor | None = None,
 ) -> Attention:
     query, key, value = tensors
-    cache = _Cache(key, value, None, None if lengths is None else lengths_of(lengths, DEVICE))
+    cache = _Cache(key, value, None, None if lengths is None else lengths_of(lengths, DEVICE), key_mask)
     result = _triton_attention(
         query, cache, geometry_of(query, "lower_right", scale, window, softcap), policy, True, splits
     )
@@ -121,6 +124,25 @@ def test_short_caches_and_what_lies_beyond_them(policy: str, splits: int) -> Non
     result = run(tensors, lengths, policy=chosen, splits=splits)
     check(result, expected, 1e-5)
     assert bool((result.output[0] == 0).all())
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("policy", MASKED_POLICIES)
+def test_hidden_keys(policy: str, window: int | None, splits: int) -> None:
+    chosen, betas = POLICIES[policy]
+    lengths, mask = [70, 70, 69, 70, 41], padding(device=DEVICE)
+    tensors = inputs(batch=5, device=DEVICE)
+    expected = oracle(*tensors, lengths, betas, window=window, key_mask=mask)
+    for cache in tensors[1:]:
+        cache.masked_fill_(~mask[:, None, :, None], math.nan)
+    check(run(tensors, lengths, policy=chosen, splits=splits, window=window, key_mask=mask), expected, 1e-5)
+    strided = torch.stack([mask, ~mask], -1)[..., 0]
+    public = decode_attention(
+        *tensors, lengths_of(lengths, DEVICE), key_mask=strided, policy=chosen, window=window, impl="triton"
+    )
+    assert isinstance(public, Tensor)
+    np.testing.assert_allclose(public.cpu(), expected.output, atol=1e-5)
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4])
@@ -197,13 +219,18 @@ def test_operators() -> None:
     numbers = operators.policy_numbers(form)
     assert numbers is not None
     tests = ("test_schema", "test_faketensor")
-    for k, v, pages, valid in ((key, value, None, None), (keys, values, table, lengths)):
-        arguments: tuple[Any, ...] = (query, k, v, pages, valid, 0.25, 0.0, -1, *numbers, 2)
+    mask = padding(device=DEVICE)[:2]
+    for k, v, pages, valid, seen in (
+        (key, value, None, None, None),
+        (key, value, None, None, mask),
+        (keys, values, table, lengths, None),
+    ):
+        arguments: tuple[Any, ...] = (query, k, v, pages, valid, seen, 0.25, 0.0, -1, *numbers, 2)
         torch.library.opcheck(operators.decode, arguments, test_utils=tests)
-        arguments = (query, k, pages, valid, 0.25, 0.0, 5, True, 2)
+        arguments = (query, k, pages, valid, seen, 0.25, 0.0, 5, True, 2)
         torch.library.opcheck(operators.decode_stats, arguments, test_utils=tests)
         logits, stats = operators.decode_stats(*arguments)
-        arguments = (logits, stats[0], torch.ones_like(stats[0]), v, pages, valid, 5, 2)
+        arguments = (logits, stats[0], torch.ones_like(stats[0]), v, pages, valid, seen, 5, 2)
         torch.library.opcheck(operators.decode_values, arguments, test_utils=tests)
 
 

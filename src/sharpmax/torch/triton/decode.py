@@ -5,6 +5,7 @@ returns logits and statistics, and ``decode_values``. Nothing here waits for the
 shape follows from shapes, so that all of it may be captured in a CUDA graph.
 
 A contiguous cache is ``[B, heads, capacity, D]``; a paged one ``[pages, page size, heads, D]`` with a block table.
+``mask``, ``[B, capacity]``, is False where a key is hidden.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ def decode(
     value: Tensor,
     table: Tensor | None,
     lengths: Tensor | None,
+    mask: Tensor | None,
     scale: float,
     softcap: float,
     left: int,
@@ -153,13 +155,13 @@ def decode(
     output = value.new_empty((*query.shape[:3], value.shape[-1]))
     if stats.numel() > 0:
         with torch.cuda.device_of(query):
-            logits, parts = _logits(layout, query, key, table, lengths, scale, softcap, left, with_min=False)
-            _values(layout, logits, value, table, lengths, parts, stats, beta, output, left, entropy, numbers)
+            logits, parts = _logits(layout, query, key, table, lengths, mask, scale, softcap, left, with_min=False)
+            _values(layout, logits, value, table, lengths, mask, parts, stats, beta, output, left, entropy, numbers)
     return output, stats, beta
 
 
 @decode.register_fake
-def _(query, key, value, table, lengths, scale, softcap, left, entropy, numbers, splits):
+def _(query, key, value, table, lengths, mask, scale, softcap, left, entropy, numbers, splits):
     stats = query.new_empty((3, *query.shape[:3]), dtype=torch.float32)
     return value.new_empty((*query.shape[:3], value.shape[-1])), stats, torch.empty_like(stats[0])
 
@@ -170,6 +172,7 @@ def decode_stats(
     key: Tensor,
     table: Tensor | None,
     lengths: Tensor | None,
+    mask: Tensor | None,
     scale: float,
     softcap: float,
     left: int,
@@ -179,12 +182,12 @@ def decode_stats(
     """Logits, padded, and (maximum, sum, moment, minimum if asked for) of each row."""
     layout = layout_of(query.shape, key, table, query.shape[-1], splits)
     with torch.cuda.device_of(query):
-        logits, parts = _logits(layout, query, key, table, lengths, scale, softcap, left, with_min)
+        logits, parts = _logits(layout, query, key, table, lengths, mask, scale, softcap, left, with_min)
     return logits, _merged(parts).reshape(parts.shape[0], *query.shape[:3])
 
 
 @decode_stats.register_fake
-def _(query, key, table, lengths, scale, softcap, left, with_min, splits):
+def _(query, key, table, lengths, mask, scale, softcap, left, with_min, splits):
     logits = query.new_empty((*query.shape[:3], padded(capacity_of(key, table))), dtype=torch.float32)
     return logits, logits.new_empty((4 if with_min else 3, *query.shape[:3]))
 
@@ -197,6 +200,7 @@ def decode_values(
     value: Tensor,
     table: Tensor | None,
     lengths: Tensor | None,
+    mask: Tensor | None,
     left: int,
     splits: int,
 ) -> Tensor:
@@ -206,12 +210,12 @@ def decode_values(
     if highest.numel() > 0:
         with torch.cuda.device_of(logits):
             stats, betas = highest.contiguous(), beta.contiguous()
-            _values(layout, logits, value, table, lengths, None, stats, betas, output, left, False, None)
+            _values(layout, logits, value, table, lengths, mask, None, stats, betas, output, left, False, None)
     return output
 
 
 @decode_values.register_fake
-def _(logits, highest, beta, value, table, lengths, left, splits):
+def _(logits, highest, beta, value, table, lengths, mask, left, splits):
     return value.new_empty((*logits.shape[:3], value.shape[-1]))
 
 
@@ -221,6 +225,7 @@ def _logits(
     key: Tensor,
     table: Tensor | None,
     lengths: Tensor | None,
+    mask: Tensor | None,
     scale: float,
     softcap: float,
     left: int,
@@ -232,8 +237,8 @@ def _logits(
     if parts.numel() > 0:
         launch: Any = decode_kernel.logits_kernel[layout.grid]
         launch(
-            query, key, table, lengths, logits, parts,
-            *query.stride(), *_strides(key, table), 0 if table is None else table.stride(0),
+            query, key, table, lengths, _bytes(mask), logits, parts,
+            *query.stride(), *_strides(key, table), *(0 if x is None else x.stride(0) for x in (table, mask)),
             layout.padded, parts.stride(0), layout.heads, layout.capacity, layout.splits, left, scale, softcap,
             ROWS=layout.rows, QUERIES=layout.queries, DIM=query.shape[-1], PAGE_SIZE=layout.page_size,
             CAPPED=softcap > 0, WITH_MIN=with_min,
@@ -249,6 +254,7 @@ def _values(
     value: Tensor,
     table: Tensor | None,
     lengths: Tensor | None,
+    mask: Tensor | None,
     parts: Tensor | None,
     stats: Tensor,
     beta: Tensor,
@@ -265,8 +271,8 @@ def _values(
     block_d = power_of_2(dim)
     launch: Any = decode_kernel.values_kernel[layout.grid]
     launch(
-        logits, value, table, lengths, parts, stats, beta, shares, sums,
-        *_strides(value, table), 0 if table is None else table.stride(0),
+        logits, value, table, lengths, _bytes(mask), parts, stats, beta, shares, sums,
+        *_strides(value, table), *(0 if x is None else x.stride(0) for x in (table, mask)),
         layout.padded, 0 if parts is None else parts.stride(0), beta.numel(),
         layout.heads, layout.capacity, layout.splits, left,
         *(numbers or [0.0] * (COEFFICIENTS + 4)),
@@ -307,6 +313,10 @@ def _merged(parts: Tensor) -> Tensor:
         (scale * (moment + shift * total)).sum(dim=2),
     ]
     return torch.stack(stats + [lowest.amin(dim=2) for lowest in low])
+
+
+def _bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.view(torch.uint8)
 
 
 def _strides(cache: Tensor, table: Tensor | None) -> tuple[int, int, int, int]:

@@ -51,6 +51,14 @@ def row_span(rows, length, left, QUERIES: tl.constexpr):
 
 
 @triton.jit
+def unmasked(mask, batch, n, inside, stride_mask):
+    """Which of the keys ``n`` are ``inside`` and not hidden."""
+    if mask is not None:
+        inside = inside & (tl.load(mask + batch.to(tl.int64) * stride_mask + n, mask=inside, other=0) != 0)
+    return inside
+
+
+@triton.jit
 def cache_rows(
     cache, table, batch, head, n, inside, stride_b, stride_h, stride_n, stride_table, PAGE_SIZE: tl.constexpr
 ):
@@ -78,8 +86,8 @@ def merged(high, total, moment):
 
 @triton.jit(do_not_specialize=["stride_part", "capacity", "splits", "left"])
 def logits_kernel(
-    query, key, table, lengths, logits, parts,
-    stride_qb, stride_qh, stride_ql, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd, stride_table,
+    query, key, table, lengths, mask, logits, parts,
+    stride_qb, stride_qh, stride_ql, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd, stride_table, stride_mask,
     padded, stride_part, heads, capacity, splits, left, scale, softcap,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, CAPPED: tl.constexpr,
     WITH_MIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -112,7 +120,7 @@ def logits_kernel(
     low = tl.full((BLOCK_M, BLOCK_N), float("inf"), tl.float32)
     for start in range(first, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        inside = (n >= from_key) & (n < last)
+        inside = unmasked(mask, batch, n, (n >= from_key) & (n < last), stride_mask)
         pointers = cache_rows(
             key, table, batch, head, n, inside, stride_kb, stride_kh, stride_kn, stride_table, PAGE_SIZE
         )
@@ -149,8 +157,8 @@ def logits_kernel(
 
 @triton.jit(do_not_specialize=["stride_part", "stride_stats", "capacity", "splits", "left"])
 def values_kernel(
-    logits, value, table, lengths, parts, stats, betas, output, sums,
-    stride_vb, stride_vh, stride_vn, stride_vd, stride_table,
+    logits, value, table, lengths, mask, parts, stats, betas, output, sums,
+    stride_vb, stride_vh, stride_vn, stride_vd, stride_table, stride_mask,
     padded, stride_part, stride_stats, heads, capacity, splits, left,
     lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, LOWERED: tl.constexpr,
@@ -205,7 +213,7 @@ def values_kernel(
     out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(first, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        inside = (n >= from_key) & (n < last)
+        inside = unmasked(mask, batch, n, (n >= from_key) & (n < last), stride_mask)
         seen = inside[None, :] & (n[None, :] >= oldest[:, None])  # what lies outside may never have been written
         z = tl.load(row_logits[:, None] + n[None, :], mask=(rows < ROWS)[:, None], other=MASKED)
         z = tl.where(seen, z, MASKED)
