@@ -23,6 +23,10 @@ TARGETS = 256
 MOST_NEW = 12
 """Tokens of an answer, at most."""
 
+LONG = 2048
+"""Prompts of this many tokens and more share a batch only if they are equally long: padding would cost their attention
+the kernels for causal rows, and stock attention a mask of queries x keys."""
+
 
 def text() -> str:
     """A real text: the reference manual of the Python language (Python 3.11.7, pydoc_data.topics)."""
@@ -79,10 +83,8 @@ def answers(model: Any, tokenizer: Any, prompts: Sequence[Prompt], budget: int) 
     """
     written = [tokenizer(f" {p.answer}", add_special_tokens=False).input_ids for p in prompts]
     asked = [tokenizer(p.text).input_ids for p in prompts]
-    longest = max(map(len, asked)) + MOST_NEW
-    order = sorted(range(len(prompts)), key=lambda i: len(asked[i]))
     replies, surprises = [""] * len(prompts), [0.0] * len(prompts)
-    for chosen in _batches(order, budget // longest):
+    for chosen in _alike(asked, written, budget):
         ids, mask = _left_padded([asked[i] for i in chosen], tokenizer, model.device)
         new = min(MOST_NEW, 1 + max(len(written[i]) for i in chosen))
         out = model.generate(
@@ -142,6 +144,16 @@ def _left_padded(rows: Sequence[list[int]], tokenizer: Any, device: Any) -> tupl
 
 def _pad(tokenizer: Any) -> int:
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def _alike(asked: Sequence[list[int]], written: Sequence[list[int]], budget: int) -> Iterator[list[int]]:
+    """Numbers of prompts that go through together, short ones with padding and long ones without any."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, (prompt, answer) in enumerate(zip(asked, written, strict=True)):
+        groups.setdefault((len(prompt), len(answer)) if len(prompt) >= LONG else (0, 0), []).append(i)
+    for chosen in groups.values():
+        ordered = sorted(chosen, key=lambda i: len(asked[i]))
+        yield from _batches(ordered, budget // (len(asked[ordered[-1]]) + MOST_NEW))
 
 
 def _batches(rows: Any, size: int) -> Iterator[Any]:
