@@ -47,8 +47,14 @@ def inputs(
     return [x.to(dtype).requires_grad_() for x in (2.5 * q, 2 * k, v)]
 
 
+def place(impl: str, *tensors: Tensor) -> list[Tensor]:
+    """Tensors where ``impl`` runs: Triton's kernels on a GPU if there is one, all else on the CPU."""
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    return [x.detach().to(device).requires_grad_(x.requires_grad) for x in tensors]
+
+
 def close(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    got, expected = got.detach().double(), expected.detach().double()
+    got, expected = (x.detach().double().cpu() for x in (got, expected))
     assert got.shape == expected.shape, what
     assert torch.isfinite(got).all(), what
     error = (got - expected).abs().max().item() if got.numel() else 0.0

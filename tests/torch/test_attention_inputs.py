@@ -20,7 +20,7 @@ from sharpmax.torch import Learnable, scaled_dot_product_attention
 from sharpmax.torch import attention as module
 from sharpmax.torch.checks import checked
 from tests.torch import oracle
-from tests.torch.attention_cases import MASKS, TOLERANCE, close, compare, inputs
+from tests.torch.attention_cases import MASKS, TOLERANCE, close, compare, inputs, place
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"impl": "fast"}, ValueError, "auto, reference, streaming, triton, stock"),
@@ -124,12 +124,11 @@ def test_key_lengths_beyond_the_keys_mean_all_of_them(impl: str, causal: Any, re
         request.getfixturevalue("triton_everywhere")
     if impl == "stock" and causal:
         pytest.skip("stock does not serve it")
-    q, k, v = (x.detach() for x in inputs(torch.float32, value_columns=8))
+    q, k, v = (x.detach() for x in place(impl, *inputs(torch.float32, value_columns=8)))
+    options: dict[str, Any] = {"enable_gqa": True, "is_causal": causal, "impl": impl, "return_stats": True}
     for lengths in ([11 + (1 << 33), -(1 << 33)], [12, -1]):
         found, expected = (
-            scaled_dot_product_attention(
-                q, k, v, enable_gqa=True, is_causal=causal, impl=impl, key_lengths=torch.tensor(n), return_stats=True
-            )
+            scaled_dot_product_attention(q, k, v, key_lengths=torch.tensor(n, device=q.device), **options)
             for n in (lengths, [11, 0])
         )
         assert torch.equal(found.output, expected.output)
@@ -176,14 +175,14 @@ def test_forward_mode() -> None:
 def test_infinite_beta_of_some_rows(impl: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     if impl == "triton":
         request.getfixturevalue("triton_everywhere")
-    tensors = [x.detach().requires_grad_() for x in inputs(dtype, value_columns=8)]
-    q, k, v = tensors
+    q, k, v = tensors = place(impl, *inputs(dtype, value_columns=8))
 
     def policy(stats: Any) -> Tensor:
-        return torch.where(torch.arange(9) % 2 == 0, math.inf, 1.0).expand(stats.sum.shape)
+        odd = torch.arange(9, device=stats.sum.device) % 2
+        return torch.where(odd == 0, math.inf, 1.0).expand(stats.sum.shape)
 
     out = scaled_dot_product_attention(q, k, v, policy=policy, enable_gqa=True, is_causal=True, impl=impl)
-    truth = oracle.attention(q, k, v, policy=sharpmax.Hard(), is_causal=True).output
+    truth = oracle.attention(q.cpu(), k.cpu(), v.cpu(), policy=sharpmax.Hard(), is_causal=True).output
     close(out[:, :, ::2], truth[:, :, ::2], 10 * TOLERANCE[dtype], "hard rows")
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), tensors))
 
