@@ -170,7 +170,7 @@ def attention_ranges(least: int) -> dict[str, str]:
     ranges = {}
     for what, name in names.items():
         ratios = [case["times"][name]["ratio_to_cudnn"] for case in cases if name in case["times"]]
-        ranges[what] = f"{min(ratios):.1f} to {max(ratios):.1f}"
+        ranges[what] = f"{min(ratios):.2f} to {max(ratios):.2f}"
     wide = [case["times"] for case in cases if case["shape"][3] == MAIN[3] and "flash forward" in case["times"]]
     for what in DIRECTIONS:
         ratios = [times[f"stock {what}"]["ms"] / times[f"flash {what}"]["ms"] for times in wide]
@@ -193,10 +193,29 @@ def attention_phrases() -> list[str]:
     ]
 
 
+def short_phrases() -> list[str]:
+    """What docs/attention.md says of lengths below 4,096."""
+    cases = [case for case in load("benchmarks/results/attention_cuda.json")["results"] if case["shape"][2] < MAIN[2]]
+    times = {what: [case["times"][f"stock {what}"]["ms"] for case in cases] for what in DIRECTIONS}
+    against = {
+        (impl, what): [case["times"][f"figure 4 {what}"]["ms"] / case["times"][f"{impl} {what}"]["ms"] for case in cases]
+        for impl in ("stock", "triton")
+        for what in DIRECTIONS
+    }
+    stock = against["stock", "forward"] + against["stock", "forward+backward"]
+    forward, both = (f"{min(times[what]):.2f} to {max(times[what]):.2f} ms" for what in DIRECTIONS)
+    return [
+        f"`stock` took {forward} forward and {both} with backward",
+        f"literal Figure 4 took {min(stock):.2f} to {max(stock):.1f} times as long as `stock`",
+        f"{min(against['triton', 'forward+backward']):.2f} times as long as `triton`",
+    ]
+
+
 def attention_doc_phrases() -> list[str]:
     """What docs/attention.md says of the same."""
     ranges = attention_ranges(MAIN[2])
     return [
+        *short_phrases(),
         f"forward takes {ranges['forward']} times as long as cuDNN",
         f"{ranges['flash forward']} times as long as FlashAttention 2",
         f"forward and backward together take {ranges['backward']} and {ranges['flash forward+backward']} times",
