@@ -243,7 +243,7 @@ def test_operators_with_a_policy_inside_match_the_reference(policy: str, kind: s
     for name, a, b in zip(("dq", "dk"), got, expected, strict=True):
         agree(a, b, tolerance, f"{name} of the scaled query")
 
-    whole = fused.adaptive_attention(*leaves, *given, None, geometry.numbers, *numbers(rule), 0.0)
+    whole = fused.adaptive_attention(*leaves, *given, None, None, None, geometry.numbers, *numbers(rule), 0.0)
     assert [x.requires_grad for x in whole] == [True] + 5 * [False]
     agree(whole[0].detach(), out.detach(), tolerance, "output")
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(whole[0])
@@ -259,7 +259,7 @@ def test_opcheck_with_a_policy_inside(policy: str, kind: str) -> None:
     leaves, geometry, given = policy_call(kind)
     rule = numbers(POLICIES[policy])
     torch.library.opcheck(fused.sharpened_query, (*leaves[:2], *given, geometry.numbers, *rule))
-    torch.library.opcheck(fused.adaptive_attention, (*leaves, *given, None, geometry.numbers, *rule, 0.0))
+    torch.library.opcheck(fused.adaptive_attention, (*leaves, *given, None, None, None, geometry.numbers, *rule, 0.0))
 
 
 def test_opcheck_of_the_backward_with_a_policy_inside() -> None:
@@ -271,8 +271,8 @@ def test_opcheck_of_the_backward_with_a_policy_inside() -> None:
     stats = (q, k, top, total, moment)
     for saved in ((*given, *stats), (None,) * 7):
         torch.library.opcheck(fused.sharpened_query_backward, (scaled, beta, *saved, geometry.numbers, *rule[:-1]))
-    results = fused.adaptive_attention(q, k, v, *given, None, geometry.numbers, *rule, 0.0)
-    arguments = (q, k, v, *given, None, *results, torch.ones_like(results[0]), geometry.numbers, *rule, 0.0)
+    results = fused.adaptive_attention(q, k, v, *given, None, None, None, geometry.numbers, *rule, 0.0)
+    arguments = (q, k, v, *given, None, None, None, *results, torch.ones_like(results[0]), geometry.numbers, *rule, 0.0)
     torch.library.opcheck(fused.adaptive_attention_backward, arguments)
 
 
@@ -287,7 +287,7 @@ def test_without_gradient_of_beta_no_kernel_goes_over_the_keys_backward(
         monkeypatch.setattr(triton, name, lambda *a, **k: pytest.fail("beta has no gradient"))
     leaves, geometry, given = policy_call("causal")
     rule = numbers(POLICIES[policy])
-    fused.adaptive_attention(*leaves, *given, None, geometry.numbers, *rule, 0.0)[0].sum().backward()
+    fused.adaptive_attention(*leaves, *given, None, None, None, geometry.numbers, *rule, 0.0)[0].sum().backward()
     monkeypatch.setattr(triton, "backward", lambda *a, **k: pytest.fail("the statistics have no gradient"))
     for x in leaves:
         x.grad = None
@@ -303,7 +303,7 @@ def test_batched_cotangents_with_a_policy_inside(policy: str) -> None:
     rule = numbers(POLICIES[policy])
     for output, inputs in (
         (fused.sharpened_query(*leaves[:2], *given, geometry.numbers, *rule)[0], leaves[:1]),
-        (fused.adaptive_attention(*leaves, *given, None, geometry.numbers, *rule, 0.0)[0], leaves),
+        (fused.adaptive_attention(*leaves, *given, None, None, None, geometry.numbers, *rule, 0.0)[0], leaves),
     ):
         g = torch.randn(2, *output.shape, device=DEVICE)
         together = torch.autograd.grad(output, inputs, g, is_grads_batched=True, retain_graph=True)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import sharpmax
-from sharpmax.torch import Attention, scaled_dot_product_attention, varlen_attention
-from sharpmax.torch import attention as module
+from sharpmax.torch import Attention, ops, scaled_dot_product_attention, varlen_attention
 from tests.torch.attention_cases import place
 
 STARTS_Q, STARTS_K = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 6, 8, 13])
@@ -93,22 +92,61 @@ def outside(impl: str) -> None:
     assert (found.stats.entropy[:, no_document] == 0).all()
     assert (found.stats.count[:, no_document] == 0).all()
     assert found.beta.isfinite().all()
-    g = torch.randn_like(found.output)
-    gradients = torch.autograd.grad(found.output, (q, k, v), g)
+    quick = varlen_attention(q, k, v, starts_q, starts_k, causal=True, impl=impl)
+    assert isinstance(quick, Tensor)
+    g = torch.randn_like(quick)
     expected = torch.autograd.grad(alone, (q, k, v), g[2:7])
-    for a, b in zip(gradients, expected, strict=True):
-        assert torch.allclose(a, b, atol=1e-4)
+    for output in (found.output, quick):
+        assert torch.allclose(output, found.output, atol=1e-6)
+        for a, b in zip(torch.autograd.grad(output, (q, k, v), g), expected, strict=True):
+            assert torch.allclose(a, b, atol=1e-4)
 
 
 def test_tokens_outside_of_all_documents_streaming() -> None:
     outside("streaming")
 
 
-def test_tokens_outside_of_all_documents_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(module, "_triton_refusal", lambda *_: "")
+def test_tokens_outside_of_all_documents_triton(triton_everywhere: list[str]) -> None:
     outside("triton")
+    assert triton_everywhere == ["adaptive_attention"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "inside"),
+    [
+        (sharpmax.PAPER, True),
+        (sharpmax.detached(sharpmax.PAPER_HELD), True),
+        (sharpmax.LogLength.relative(2), True),
+        (sharpmax.Constant(1.7), False),
+        (lambda stats: 1.0 + 0.1 * stats.entropy, False),
+    ],
+    ids=["paper", "detached", "length", "number", "callable"],
+)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": 3}, {"softcap": 2.0}], ids=str)
+def test_documents_with_the_policy_inside(
+    policy: Any, inside: bool, options: dict[str, Any], triton_everywhere: list[str]
+) -> None:
+    q, k, v = leaves = place("triton", *inputs(torch.float32))
+    starts = STARTS_Q.to(q.device), STARTS_K.to(q.device)
+    found = varlen_attention(q, k, v, *starts, policy=policy, impl="triton", **options)
+    assert triton_everywhere == ["adaptive_attention"] * inside
+    expected = varlen_attention(q, k, v, *starts, policy=policy, impl="streaming", return_stats=True, **options)
+    assert isinstance(found, Tensor)
+    assert isinstance(expected, Attention)
+    assert torch.allclose(found, expected.output, atol=1e-5)
+    g = torch.randn_like(found)
+    for a, b in zip(*(torch.autograd.grad(x, leaves, g) for x in (found, expected.output)), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_a_number_as_policy_needs_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs()
+    expected = varlen_attention(q, k, v, STARTS_Q, STARTS_K, policy=sharpmax.Constant(1.3), return_stats=True)
+    monkeypatch.setattr(ops, "row_stats", lambda *_: pytest.fail("no statistics are needed"))
+    found = varlen_attention(q, k, v, STARTS_Q, STARTS_K, policy=sharpmax.Constant(1.3))
+    assert isinstance(expected, Attention)
+    assert isinstance(found, Tensor)
+    assert torch.allclose(found, expected.output, atol=1e-12)
 
 
 def test_no_implementation_serves_torch_func_grad() -> None:

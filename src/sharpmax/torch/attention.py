@@ -27,6 +27,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 HARDEST = 1e4
 """What stands for infinite beta where it is not served."""
 
+Starts = tuple[Tensor, Tensor] | tuple[None, None]
+"""Where packed documents of queries and of keys start, if there are any."""
+
 
 class Attention(NamedTuple):
     """What ``return_stats=True`` returns: the output, and the statistics and beta of every row, ``[..., Hq, Lq]``."""
@@ -108,8 +111,8 @@ def scaled_dot_product_attention(
         if not return_stats:
             if (beta := _beta_without_statistics(inputs, policy)) is not None:
                 return inputs.restore(_attend(inputs, beta, torch.zeros_like(beta), chosen, dropout_p))
-            if _policy_inside(inputs, policy, chosen):
-                return inputs.restore(_with_policy_inside(inputs, policy, chosen, dropout_p))
+            if policy_inside(inputs, policy, chosen):
+                return inputs.restore(with_policy_inside(inputs, policy, chosen, dropout_p))
         stats = _statistics(inputs, chosen, needs_spread(policy))
         beta = served_betas(row_betas(policy, stats), chosen)
         output = _attend(inputs, beta, stats.max, chosen, dropout_p)
@@ -312,12 +315,17 @@ def _statistics(inputs: Inputs, impl: str, with_min: bool) -> RowStats:
     return RowStats(top, total, moment, lowest if with_min else None, count)
 
 
+def is_number(policy: Policy) -> bool:
+    """Whether a policy gives every row the same beta."""
+    form = lowered(policy)
+    return form is not None and len(form.coefficients) == 1 and form.threshold == -math.inf
+
+
 def _beta_without_statistics(inputs: Inputs, policy: Policy) -> Tensor | None:
     """Beta of a policy that is a number, or one of how many keys a row sees where no mask needs to be counted."""
     q, k, _, mask, key_lengths, geometry, _ = inputs
     form = lowered(policy)
-    number = form is not None and len(form.coefficients) == 1 and form.threshold == -math.inf
-    if form is None or not (number or (form.variable == "log_count" and mask is None)):
+    if form is None or not (is_number(policy) or (form.variable == "log_count" and mask is None)):
         return None
     rows = torch.arange(q.shape[2], device=q.device)
     lengths = k.shape[2] if key_lengths is None else key_lengths[:, None, None]
@@ -326,7 +334,7 @@ def _beta_without_statistics(inputs: Inputs, policy: Policy) -> Tensor | None:
     return form(RowStats(empty, empty, empty, None, count))
 
 
-def _policy_inside(inputs: Inputs, policy: Policy, impl: str) -> bool:
+def policy_inside(inputs: Inputs, policy: Policy, impl: str) -> bool:
     """Whether operators with the policy inside serve a call."""
     numbers = lowered(policy) if impl in ("stock", "triton") else None
     return (
@@ -337,7 +345,10 @@ def _policy_inside(inputs: Inputs, policy: Policy, impl: str) -> bool:
     )
 
 
-def _with_policy_inside(inputs: Inputs, policy: Policy, impl: str, dropout_p: float) -> Tensor:
+def with_policy_inside(
+    inputs: Inputs, policy: Policy, impl: str, dropout_p: float, starts: Starts = (None, None)
+) -> Tensor:
+    """The output of a call that :func:`policy_inside` holds for; ``starts`` of packed documents, for ``"triton"``."""
     q, k, v, mask, key_lengths, geometry, _ = inputs
     numbers = lowered(policy)
     assert v is not None
@@ -345,10 +356,13 @@ def _with_policy_inside(inputs: Inputs, policy: Policy, impl: str, dropout_p: fl
     given = (geometry.numbers, fused.policy_numbers(numbers), isinstance(policy, Detached))
     if impl == "stock":
         return _stock(inputs, fused.sharpened_query(q, k, mask, key_lengths, *given)[0], dropout_p)
-    return fused.adaptive_attention(q, k, v, mask, key_lengths, _seed(dropout_p), *given, float(dropout_p))[0]
+    return fused.adaptive_attention(
+        q, k, v, mask, key_lengths, *starts, dropout_seed(dropout_p), *given, float(dropout_p)
+    )[0]
 
 
-def _seed(dropout_p: float) -> Tensor | None:
+def dropout_seed(dropout_p: float) -> Tensor | None:
+    """What decides which weights are dropped, if any are."""
     return torch.randint(1 << 31, ()) if dropout_p > 0 else None
 
 
@@ -364,7 +378,7 @@ def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor, impl: str, dropout_p:
             return _stock(inputs, _sharpened(q, beta), dropout_p)
         impl = "streaming"
     return ops.attend(
-        q, k, v, beta, row_max, mask, key_lengths, None, None, _seed(dropout_p), geometry.numbers,
+        q, k, v, beta, row_max, mask, key_lengths, None, None, dropout_seed(dropout_p), geometry.numbers,
         float(dropout_p), impl
     )[0]  # fmt: skip
 

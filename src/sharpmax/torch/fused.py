@@ -122,6 +122,8 @@ def adaptive_attention(
     v: Tensor,
     mask: Tensor | None,
     key_lengths: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
     seed: Tensor | None,
     numbers: list[float],
     policy: list[float],
@@ -134,7 +136,7 @@ def adaptive_attention(
     """
     geometry = Geometry.of(numbers)
     lowered = _lowered(policy)
-    masks: dict[str, Any] = {"mask": mask, "key_lengths": key_lengths}
+    masks: dict[str, Any] = {"mask": mask, "key_lengths": key_lengths, "cu_q": cu_q, "cu_k": cu_k}
     with full_precision(q):
         (top, total, moment, _, _), beta, _ = kernels().row_stats_and_scaled_query(
             q, k, geometry, lowered, scaled_query=False, **masks
@@ -147,7 +149,8 @@ def adaptive_attention(
 
 @adaptive_attention.register_fake
 def _adaptive_attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_lengths: Tensor | None, cu_q: Tensor | None,
+    cu_k: Tensor | None, seed: Tensor | None,
     numbers: list[float], policy: list[float], detached: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     top, total, moment, _, _ = empty_stats(q, False)
@@ -161,6 +164,8 @@ def adaptive_attention_backward(
     v: Tensor,
     mask: Tensor | None,
     key_lengths: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -179,7 +184,7 @@ def adaptive_attention_backward(
     lowered = _lowered(policy)
     given: dict[str, Any] = {
         "out": out, "lse": lse, "grad_out": grad_out, "row_max": row_max, "mask": mask, "key_lengths": key_lengths,
-        "dropout_p": dropout_p, "seed": 0 if seed is None else int(seed),
+        "cu_q": cu_q, "cu_k": cu_k, "dropout_p": dropout_p, "seed": 0 if seed is None else int(seed),
     }  # fmt: skip
     with full_precision(q):
         if not (detached or lowered.constant):
@@ -192,7 +197,8 @@ def adaptive_attention_backward(
 
 @adaptive_attention_backward.register_fake
 def _adaptive_attention_backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_lengths: Tensor | None, seed: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_lengths: Tensor | None, cu_q: Tensor | None,
+    cu_k: Tensor | None, seed: Tensor | None,
     out: Tensor, lse: Tensor, row_max: Tensor, row_sum: Tensor, row_moment: Tensor, beta: Tensor, grad_out: Tensor,
     numbers: list[float], policy: list[float], detached: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -201,15 +207,15 @@ def _adaptive_attention_backward_fake(
 
 def _keep_adaptive(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:6], *output)
-    ctx.rest = inputs[6:]
+    ctx.save_for_backward(*inputs[:8], *output)
+    ctx.rest = inputs[8:]
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _adaptive_gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
     if grad_out is None:
-        return (None,) * 10
-    return *adaptive_attention_backward(*ctx.saved_tensors, grad_out, *ctx.rest), *(None,) * 7
+        return (None,) * 12
+    return *adaptive_attention_backward(*ctx.saved_tensors, grad_out, *ctx.rest), *(None,) * 9
 
 
 adaptive_attention.register_autograd(_adaptive_gradients, setup_context=_keep_adaptive)
@@ -218,5 +224,5 @@ adaptive_attention_backward.register_autograd(no_second_derivative)
 
 sharpened_query.register_vmap(folded(sharpened_query, 4, 2, ()))
 sharpened_query_backward.register_vmap(folded(sharpened_query_backward, 9, 2, ()))
-adaptive_attention.register_vmap(folded(adaptive_attention, 6, 3, (5,)))
-adaptive_attention_backward.register_vmap(folded(adaptive_attention_backward, 13, 3, (5,)))
+adaptive_attention.register_vmap(folded(adaptive_attention, 8, 3, (5, 6, 7)))
+adaptive_attention_backward.register_vmap(folded(adaptive_attention_backward, 15, 3, (5, 6, 7)))

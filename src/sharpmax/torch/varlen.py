@@ -10,7 +10,18 @@ from torch import Tensor
 from ..core.policies import PAPER, Policy, needs_spread
 from ..core.stats import RowStats
 from . import ops
-from .attention import Attention, choose, row_betas, served_betas
+from .attention import (
+    Attention,
+    Starts,
+    choose,
+    dropout_seed,
+    is_number,
+    policy_inside,
+    row_betas,
+    served_betas,
+    with_policy_inside,
+)
+from .blocks import accumulation
 from .checks import Inputs, Window, check_dropout, check_policy, check_tensors, geometry_of, misfit, under_autocast
 
 
@@ -59,20 +70,34 @@ def varlen_attention(
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     inputs = Inputs(q, k, v, None, None, geometry, ())
     chosen = choose(impl, inputs, policy, among=("streaming", "triton"), what="packed documents")
-    starts = tuple(x.to(device=q.device, dtype=torch.int32) for x in (cu_seqlens_q, cu_seqlens_k))
+    starts = (cu_seqlens_q.to(q.device, torch.int32), cu_seqlens_k.to(q.device, torch.int32))
     with torch.autocast(device_type=q.device.type, enabled=False):
-        with_min = needs_spread(policy)
-        top, total, moment, lowest, count = ops.row_stats(q, k, None, None, *starts, geometry.numbers, with_min, chosen)
+        if not return_stats and (is_number(policy) or policy_inside(inputs, policy, chosen)):
+            return _without_statistics(inputs, policy, starts, dropout_p, chosen)[0].transpose(0, 1)
+        with_min, numbers = needs_spread(policy), geometry.numbers
+        top, total, moment, lowest, count = ops.row_stats(q, k, None, None, *starts, numbers, with_min, chosen)
         stats = RowStats(top, total, moment, lowest if with_min else None, count)
         beta = served_betas(row_betas(policy, stats), chosen)
-        seed = torch.randint(1 << 31, ()) if dropout_p > 0 else None
-        out, _ = ops.attend(
-            q, k, v, beta, top, None, None, *starts, seed, geometry.numbers, float(dropout_p), chosen
-        )  # fmt: skip
-    output = out[0].transpose(0, 1)
+        output = _attend(inputs, beta, top, starts, dropout_p, chosen)[0].transpose(0, 1)
     if not return_stats:
         return output
     return Attention(output, RowStats(*(None if field is None else field[0] for field in stats)), beta[0])
+
+
+def _without_statistics(inputs: Inputs, policy: Policy, starts: Starts, dropout_p: float, impl: str) -> Tensor:
+    """The output, where no statistics are needed between operators."""
+    if not is_number(policy):
+        return with_policy_inside(inputs, policy, impl, dropout_p, starts)
+    none = torch.zeros(inputs.q.shape[:3], dtype=accumulation(inputs.q.dtype), device=inputs.q.device)
+    beta = row_betas(policy, RowStats(none, none, none, None, none))
+    return _attend(inputs, beta, none, starts, dropout_p, impl)
+
+
+def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor, starts: Starts, dropout_p: float, impl: str) -> Tensor:
+    q, k, v, _, _, geometry, _ = inputs
+    assert v is not None
+    seed = dropout_seed(dropout_p)
+    return ops.attend(q, k, v, beta, row_max, None, None, *starts, seed, geometry.numbers, float(dropout_p), impl)[0]
 
 
 def _check_packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Any, cu_k: Any) -> None:
