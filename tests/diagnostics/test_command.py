@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sharpmax import LogLength
-from sharpmax.diagnostics import command
+from sharpmax.diagnostics import measure
 from sharpmax.diagnostics.command import diagnose_command, parse_numbers
 from sharpmax.huggingface import weights
 from sharpmax.inputs import InputError
@@ -34,7 +36,8 @@ def test_the_files(tiny: list[str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("A text of a few words. " * 10)
     out = tmp_path / "out"
-    paths = diagnose_command("llama", out, text=text, lengths="16,64", layers="0-1", policy="paper-held")
+    findings, paths = diagnose_command("llama", out, text=text, lengths="16,64", layers="0-1", policy="paper-held")
+    assert findings[0] == "llama: 2 layers, 8 heads, 16 to 64 tokens, read averaged over all rows"
     assert [path.name for path in paths] == ["report.html", "diagnosis.png", "diagnosis.csv", "diagnosis.json"]
     data = json.loads(paths[3].read_text())
     rows = list(csv.DictReader(paths[2].read_text().splitlines()))
@@ -60,16 +63,19 @@ def test_prompts_of_a_file_and_the_task(tiny: list[str], tmp_path: Path) -> None
     prompts.write_text("first prompt of several\n\nand a second one that is longer\n")
     LogLength.relative(8).save(tmp_path / "policy.json")
     policy = str(tmp_path / "policy.json")
-    *_, path = diagnose_command("gpt2", tmp_path / "a", prompts=prompts, lengths="8,30", policy=policy)
+    *_, path = diagnose_command("gpt2", tmp_path / "a", prompts=prompts, lengths="8,30", policy=policy).paths
     data = json.loads(path.read_text())
     assert [len(entry["tokens"]) for entry in data["lengths"]] == [2, 1]
-    *_, path = diagnose_command("llama", tmp_path / "b", lengths="2,4", count=2)
+    *_, path = diagnose_command("llama", tmp_path / "b", lengths="2,4", count=2).paths
     data = json.loads(path.read_text())
     assert data["source"]["kind"] == "max"
     assert "What is the maximum in the following sequence: " in data["source"]["example"]
-    *_, path = diagnose_command("llama", tmp_path / "c", prompts=prompts)  # default lengths end with the text
+    *_, path = diagnose_command("llama", tmp_path / "c", prompts=prompts).paths  # default lengths end with the text
     assert [e["length"] for e in json.loads(path.read_text())["lengths"]] == [31]
-    assert len(tiny) == 3
+    prompts.write_text("x" * 100)
+    *_, path = diagnose_command("gpt2", tmp_path / "d", prompts=prompts).paths  # and with the learned positions
+    assert [e["length"] for e in json.loads(path.read_text())["lengths"]] == [64]
+    assert len(tiny) == 4
 
 
 @pytest.mark.parametrize(
@@ -86,8 +92,10 @@ def test_prompts_of_a_file_and_the_task(tiny: list[str], tmp_path: Path) -> None
         ({"policy": "papper"}, "expected the policy to be paper, paper-held or a policy file, got 'papper'"),
         (
             {"policy": "{folder}/other.json"},
-            "expected a policy with schema 'sharpmax.policy/1', got 'sharpmax.policy/9'",
+            "other.json: expected a policy with schema 'sharpmax.policy/1', got 'sharpmax.policy/9'",
         ),
+        ({"policy": "{folder}/plain.json"}, "plain.json: expected a policy with schema 'sharpmax.policy/1', got None"),
+        ({"policy": "{folder}/latin.txt"}, "latin.txt is not a policy file"),
         ({"task": "min"}, "expected the task to be max, got 'min'"),
         ({"task": "max", "text": Path("x")}, "expected one of --prompts, --task and --text, got several"),
         ({"text": Path("nowhere.txt")}, "expected a text file, got 'nowhere.txt', which is none"),
@@ -96,6 +104,7 @@ def test_prompts_of_a_file_and_the_task(tiny: list[str], tmp_path: Path) -> None
         ({"text": Path("{folder}/latin.txt")}, "to be text in UTF-8"),
         ({"count": 0}, "expected at least one prompt for each length"),
         ({"epsilon": 2.0}, "expected epsilon to be above 0 and at most 1"),
+        ({"sample": 0}, "expected a sample of at least one row, got 0"),
         ({"dtype": "int8"}, "expected dtype to be one of float32, bfloat16, float16, got 'int8'"),
         ({"device": "abacus"}, "expected a device that torch has here, got 'abacus'"),
         ({"device": "meta"}, "expected a device that torch has here, got 'meta'"),
@@ -105,6 +114,7 @@ def test_one_sentence_before_anything_is_loaded(
     tiny: list[str], tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "other.json").write_text('{"schema": "sharpmax.policy/9"}')
+    (tmp_path / "plain.json").write_text('{"kind": "Constant", "beta": 2}')
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
@@ -148,7 +158,7 @@ def test_an_interrupt_says_what_is_saved(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "diagnose", interrupted)
+    monkeypatch.setattr(measure, "diagnose", interrupted)
     with pytest.raises(KeyboardInterrupt):
         diagnose_command("llama", tmp_path, lengths="2")
     assert "lengths that are done are saved; the same command goes on from there" in capsys.readouterr().err
@@ -167,9 +177,23 @@ def test_what_only_a_forward_tells(tiny: list[str], tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("options", [["--policy", "papper"], ["--text", "nowhere.txt"], ["--lengths", "4,x"]])
+def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path, options: list[str]) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from sharpmax.__main__ import main; main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", program, "diagnose", "model", "--out", str(tmp_path), *options]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert answer.returncode == 2, answer.stderr
+    assert answer.stderr.startswith("sharpmax: expected ")
+    assert answer.stderr.count("\n") == 1
+
+
 def test_names_are_not_formulas(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "load", lambda *_, **__: (build("llama"), Characters()))
-    paths = diagnose_command("folder/x$a_{$b<script>", tmp_path, lengths="2", count=1)
+    findings, paths = diagnose_command("folder/x$a_{$b<script>", tmp_path, lengths="2", count=1)
+    assert findings[0].startswith("x$a_{$b<script>: 3 layers")
     assert all(path.is_file() for path in paths)
     assert "How sharp are the heads of x$a_{$b&lt;script&gt;?" in paths[0].read_text()
 

@@ -79,19 +79,22 @@ def test_prefixes_of_a_text() -> None:
 
 
 def test_a_length_is_saved_when_it_is_done_and_not_computed_again(tmp_path: Path) -> None:
-    model, source, done = build("llama"), Prefixes([TEXT], "words"), []
+    model, source = build("llama"), Prefixes([TEXT], "words")
 
-    def stop(length: int, _done: int, _total: int) -> None:
-        done.append(length)
-        if length == 32:
+    def stop(length: int, done: float, total: int) -> None:
+        if length == 32 and done == total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         diagnose(model, Characters(), source, [8, 16, 32], out=tmp_path, progress=stop)
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["0000008.json", "0000016.json"]
-    done.clear()
-    whole = diagnose(model, Characters(), source, [8, 16, 32, 64], out=tmp_path, progress=lambda n, *_: done.append(n))
-    assert done == [32, 64]
+    told: dict[int, list[float]] = {}
+    whole = diagnose(
+        model, Characters(), source, [8, 16, 32, 64], out=tmp_path,
+        progress=lambda n, so_far, total: told.setdefault(n, []).append(so_far / total),
+    )  # fmt: skip
+    assert told[8] == told[16] == [1]  # what was there already is told to be done
+    assert told[32] == told[64] == [0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1]  # three layers
     again = diagnose(model, Characters(), source, [8, 16, 32, 64])
     assert again.table.rows == whole.table.rows
     with pytest.raises(ValueError, match="holds a diagnosis with another policy; choose another folder"):
@@ -124,12 +127,12 @@ def test_a_killed_run_loses_one_length_at_most(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert sorted(path.name for path in (tmp_path / "parts").glob("0*")) == ["0000008.json", "0000016.json"]
-    done: list[int] = []
+    begun: list[int] = []
     diagnose(
         build("llama"), Characters(), Prefixes([TEXT], "words"), [8, 16, 32], out=tmp_path,
-        progress=lambda n, *_: done.append(n),
+        progress=lambda n, done, _: begun.append(n) if done == 0 else None,
     )  # fmt: skip
-    assert done == [32]
+    assert begun == [32]
 
 
 def test_no_logits_over_the_vocabulary_are_made() -> None:

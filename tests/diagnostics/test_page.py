@@ -14,6 +14,7 @@ from sharpmax.diagnostics import Diagnosis, diagnose
 from sharpmax.diagnostics.report import write
 from sharpmax.diagnostics.report.page import page as page_of
 from sharpmax.diagnostics.sources import MaximumPrompts, Prefixes
+from sharpmax.theory import dispersion_length
 from tests.browser.webdriver import CHROMIUM, DRIVER, Browser, browser
 from tests.diagnostics.models import Characters, build
 
@@ -72,14 +73,20 @@ def test_a_click_on_a_head_shows_it_everywhere(chromium: Browser, page: Path, fo
     assert chromium.evaluate("document.querySelectorAll('#map button').length") == 12
     click(chromium, '[data-key="1.2"]')
     assert text(chromium, "#head-title") == "Layer 1, head 2"
-    assert text(chromium, "#head-about") == "sees every key that no mask hides"
+    assert text(chromium, "#head-about") == (
+        "sees every key that no mask hides; numbers are means over 2 prompts of 32 items"
+    )
+    beta = f"{cell(found, 'beta_last', 1, 2):.2f} at the last token, the mean over 2 prompts; acts on"
+    assert beta in text(chromium, "#head-facts")
     assert f"{cell(found, 'entropy_last', 1, 2):.2f} at the last token" in text(chromium, "#head-facts")
     assert "Layer 1, head 2" in text(chromium, "#curves-key")
     assert text(chromium, "#row-title").startswith("Layer 1, head 2, last of ")
     assert chromium.evaluate("document.querySelectorAll('#curves .other').length") == 3
     click(chromium, '[data-key="0.3"]')
-    assert text(chromium, "#head-about") == "sees a window of 9 keys"
+    assert text(chromium, "#head-about").startswith("sees a window of 9 keys; ")
     assert "none: a window does not grow" in text(chromium, "#head-facts")
+    uniform = chromium.evaluate("document.querySelector('#curves .uniform').getAttribute('points').split(' ')")
+    assert len({point.partition(",")[2] for point in uniform}) == 1  # log 9 at every length
     click(chromium, '[name=scope][value="all"]')
     assert chromium.evaluate("document.querySelectorAll('#curves .other').length") == 11
     assert chromium.messages() == []
@@ -130,7 +137,7 @@ def test_spreads_and_ranking(chromium: Browser, page: Path, found: Diagnosis) ->
     deviation = (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5
     assert chromium.evaluate(last)[2:5] == [f"{min(values):.2f}", f"{max(values):.2f}", f"{mean:.2f} ± {deviation:.2f}"]
     growing = found.table.where(length=32, window=None).column("spread_max")
-    n = math.floor(math.exp(sum(growing) / len(growing)) / 0.01) + 1
+    n = dispersion_length(float(f"{sum(growing) / len(growing):.6g}"), 0.01).paper
     assert chromium.evaluate(last)[5] == f"{n:,}"
     note = "n is for the average of heads without a window (4 of 12); the rows of the others stop growing."
     assert text(chromium, "#spreads-note") == note
@@ -141,15 +148,69 @@ def test_spreads_and_ranking(chromium: Browser, page: Path, found: Diagnosis) ->
     slopes = "[...document.querySelectorAll('#ranking tbody tr td:last-child')].map(d => d.textContent)"
     shown = [float(slope.replace("\N{MINUS SIGN}", "-")) for slope in chromium.evaluate(slopes)]
     assert shown == sorted(shown, reverse=True)
-    click(chromium, "#sinks")
     click(chromium, "#ranking tbody tr:nth-child(3) button")
     assert text(chromium, "#head-title") == chromium.evaluate(
         "document.querySelector('#ranking tr.current button').textContent"
     )
 
 
+def ranking(chromium: Browser) -> dict[str, dict[str, str]]:
+    """The table of heads in order: by head, what stands under each heading."""
+    heading, *lines = chromium.evaluate(
+        "[...document.querySelectorAll('#ranking tr')].map(r => [...r.children].map(c => c.textContent))"
+    )
+    return {line[0].partition(". ")[2]: dict(zip(heading, line, strict=True)) for line in lines}
+
+
 @needs_browser
-def test_beta_moves_the_row(chromium: Browser, page: Path) -> None:
+def test_attention_sinks_are_not_ranked_unless_asked_for(chromium: Browser, found: Diagnosis, tmp_path: Path) -> None:
+    at = {name: i for i, name in enumerate(found.data["columns"])}
+    rows = [list(row) for row in found.data["rows"]]
+    for row in rows:
+        if (row[at["layer"]], row[at["head"]]) == (1, 0):
+            row[at["sink_last"]], row[at["normalised_last"]] = 0.875, 0.001
+    chromium.open(write(tmp_path, {**found.data, "rows": rows})[0], DESK)
+    assert len(ranking(chromium)) == 11
+    assert "Layer 1, head 0" not in ranking(chromium)
+    assert text(chromium, "#ranking-note").startswith("1 of 12 heads puts more than half of the weight on the first")
+    assert chromium.evaluate("document.querySelectorAll('#map .sink').length") == 1
+    choose(chromium, "#sinks", "marked")
+    first, *_ = ranking(chromium)
+    assert first == "Layer 1, head 0 sink"
+    assert ranking(chromium)[first]["On the first token"] == "0.88"
+    choose(chromium, "#sinks", "without")
+    table = ranking(chromium)
+    assert len(table) == 12
+    row = table["Layer 1, head 1"]
+    assert "Largest" not in row
+    sinkless, n = cell(found, "sinkless_last", 1, 1), cell(found, "n", 1, 1)
+    assert row["Entropy without the first token"] == f"{sinkless:.2f}"
+    assert row["H / log (n \N{MINUS SIGN} 1)"] == f"{sinkless / math.log(n - 1):.3f}"
+    assert row["Left out, on the first token"] == f"{cell(found, 'sink_last', 1, 1):.2f}"
+    shares = [float(row["H / log (n \N{MINUS SIGN} 1)"]) for row in table.values()]
+    assert shares == sorted(shares)
+
+
+@needs_browser
+def test_every_token_can_be_seen(chromium: Browser, page: Path, found: Diagnosis) -> None:
+    chromium.open(page, PHONE)
+    words = found.data["attention"]["words"]
+    assert chromium.evaluate("document.querySelectorAll('#row-words span').length") == len(words) > 100
+    assert text(chromium, "#row-about").startswith(f"All {len(words)} tokens, ")
+    assert text(chromium, "#row-which") == "The first of 2 prompts of 32 items."
+    position = chromium.evaluate("Number(document.querySelector('#row-top tbody td').textContent)")
+    click(chromium, "#row-top tbody button")
+    marked = "document.querySelector('#row-words .found')"
+    assert chromium.evaluate(f"[...{marked}.parentNode.children].indexOf({marked})") == position
+    frame, word = (
+        chromium.evaluate(f"(b => [b.top, b.bottom])({part}.getBoundingClientRect())")
+        for part in ("document.querySelector('#row-words')", marked)
+    )
+    assert frame[0] <= word[0] < word[1] <= frame[1]
+
+
+@needs_browser
+def test_beta_moves_the_row(chromium: Browser, page: Path, found: Diagnosis) -> None:
     chromium.open(page, DESK)
     click(chromium, '[data-key="1.2"]')
 
@@ -167,8 +228,9 @@ def test_beta_moves_the_row(chromium: Browser, page: Path) -> None:
     assert max(after()) > max(first)
     assert "β = 6.00" in text(chromium, "#row-facts")
     click(chromium, "#beta-reset")
-    policy = text(chromium, "#beta-policy").rpartition(" ")[2]
-    assert text(chromium, "#beta-value") == policy
+    said = text(chromium, "#beta-policy")
+    assert f"(its mean over 2 prompts of 32 items: {cell(found, 'beta_last', 1, 2):.2f})" in said
+    assert text(chromium, "#beta-value") == said.partition("for this row: ")[2].split()[0]
 
 
 @needs_browser
@@ -187,6 +249,8 @@ def test_everything_fits(chromium: Browser, page: Path, width: int) -> None:
     assert left >= 0
     assert left + wide <= width
     assert wide > 300
+    tables = chromium.evaluate("[...document.querySelectorAll('.scroll')].map(s => s.scrollWidth - s.clientWidth)")
+    assert tables == [0, 0, 0]
 
 
 @needs_browser
@@ -214,7 +278,7 @@ def test_an_infinite_beta(chromium: Browser, tmp_path: Path) -> None:
     chromium.open(write(tmp_path, hard.data)[0], DESK)
     assert text(chromium, "#beta-value") == "∞"
     assert text(chromium, "#beta-policy").endswith(": ∞")
-    assert "∞; acts on 100% of rows" in text(chromium, "#head-facts")
+    assert "∞ at the last token; acts on 100% of rows" in text(chromium, "#head-facts")
     assert "β = ∞: entropy 0.00, largest 1.000" in text(chromium, "#row-facts").replace("-0.00", "0.00")
     choose(chromium, "#metric", "beta")
     assert text(chromium, "#said").endswith(": ∞")
@@ -231,5 +295,11 @@ def test_one_length_without_attention_rows(chromium: Browser, tmp_path: Path) ->
     chromium.open(page, DESK)
     assert chromium.messages() == []
     assert chromium.evaluate("document.querySelector('#row-part')") is None
+    assert chromium.evaluate("document.querySelectorAll('#curves circle.dot').length") == 3
+    assert chromium.evaluate("document.querySelectorAll('#curves circle.chosen').length") == 1
+    assert not chromium.evaluate("document.querySelector('[name=rank]').checkVisibility()")
+    assert "Nats per e-fold of n" not in text(chromium, "#ranking thead")
+    choose(chromium, "#metric", "beta")
+    assert chromium.messages() == []
     click(chromium, '[data-key="2.3"]')
     assert text(chromium, "#head-title") == "Layer 2, head 3"

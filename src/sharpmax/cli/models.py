@@ -65,17 +65,18 @@ def diagnose(
 ) -> None:
     """How sharp every head of a model is on growing inputs, and from what length on it cannot be.
 
-    Writes report.html, and the same as PNG, CSV and JSON. Every length is saved when it is done: interrupt whenever
-    you like and give the same command again.
+    Prints what was found in a few lines, and writes report.html, and the same as PNG, CSV and JSON. Every length is
+    saved when it is done: interrupt whenever you like and give the same command again.
     """
-    _require()
     from ..diagnostics.command import diagnose_command
 
     check_folder(out)
-    for path in diagnose_command(
+    written = diagnose_command(
         model, out, prompts=prompts, task=task, text=text, lengths=lengths, layers=layers, policy=policy, count=count,
         seed=seed, epsilon=epsilon, sample=sample, device=device, dtype=dtype,
-    ):  # fmt: skip
+    )  # fmt: skip
+    print(*written.findings, sep="\n")
+    for path in written.paths:
         print(path)
 
 

@@ -1,4 +1,4 @@
-"""``sharpmax diagnose``: reads arguments, checks them before anything is loaded, and writes the report."""
+"""``sharpmax diagnose``: checks what it is given before anything is loaded, measures, and writes the report."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..core.policies import PAPER, PAPER_HELD, load_policy
-from ..inputs import InputError
-from .measure import Diagnosis, Progress, check_lengths, diagnose
-from .record import EPSILON
-from .sources import MaximumPrompts, Prefixes, Source
+from ..extras import require
+from ..inputs import InputError, user_input
+from .arguments import EPSILON, LONGEST_INPUT, parse_numbers, read_arguments
+from .progress import progress_bars
+from .sources import Prefixes
 
-POLICIES = {"paper": PAPER, "paper-held": PAPER_HELD}
-TASKS = ("max",)
-DTYPES = ("float32", "bfloat16", "float16")
-MOST_NUMBERS = 10_000
+__all__ = ["Written", "diagnose_command", "parse_numbers", "usable"]
+
+
+class Written(NamedTuple):
+    """What :func:`diagnose_command` found, in a few lines for the terminal, and the files it wrote."""
+
+    findings: list[str]
+    paths: list[Path]
 
 
 @contextmanager
@@ -45,7 +49,7 @@ def diagnose_command(
     sample: int | None = None,
     device: str | None = None,
     dtype: str = "float32",
-) -> list[Path]:
+) -> Written:
     """Measure how sharp every head of MODEL is on growing inputs, and write a report into the folder ``out``.
 
     Args:
@@ -65,95 +69,43 @@ def diagnose_command(
       device: where to run; a GPU if there is one.
       dtype: of the weights.
 
-    What cannot be used raises :class:`InputError`, before the model is loaded where that can be told.
+    What cannot be used raises :class:`InputError`, before PyTorch is imported or the model loaded where that can be
+    told.
     """
     with usable():
-        chosen_policy = named_policy(policy)
-        source = _source(prompts, task, text, count, seed)
-        asked = list(source.lengths) if lengths is None else parse_numbers(lengths, "lengths")
-        check_lengths(asked)
-        chosen_layers = None if layers is None else parse_numbers(layers, "layers")
-        if isinstance(source, Prefixes):
-            asked = _within(source, asked, given=lengths is not None)
-        if not 0 < epsilon <= 1:
-            raise ValueError(f"expected epsilon to be above 0 and at most 1, got {epsilon:g}")
-        if sample is not None and sample < 1:
-            raise ValueError(f"expected a sample of at least one row, got {sample}")
-        if dtype not in DTYPES:
-            raise ValueError(f"expected dtype to be one of {', '.join(DTYPES)}, got {dtype!r}")
+        asked = read_arguments(
+            prompts=prompts, task=task, text=text, lengths=lengths, layers=layers, policy=policy, count=count,
+            seed=seed, epsilon=epsilon, sample=sample, dtype=dtype,
+        )  # fmt: skip
+        source, wanted = asked.source, asked.lengths
         network, tokenizer = _load(model, device, dtype)
-        _check_layers(network, chosen_layers)
+        from .positions import learned_positions
+
+        _check_layers(network, asked.layers)
         if isinstance(source, Prefixes) and lengths is None:
-            longest = max(map(len, source.tokens(tokenizer)))
-            asked = sorted({min(n, longest) for n in asked})
-        source.check(tokenizer, asked)
-    with _progress(asked) as show:
+            longest = min(max(map(len, source.tokens(tokenizer))), learned_positions(network) or LONGEST_INPUT)
+            wanted = sorted({min(n, longest) for n in wanted})
+        source.check(tokenizer, wanted)
+    from . import measure
+
+    inputs = {length: len(source.inputs(tokenizer, length)) for length in wanted}
+    with progress_bars(inputs, lambda length: f"{length:,} {source.unit}") as show:
         try:
-            found = _diagnosed(
-                network, tokenizer, source, asked, name=Path(model).name, policy=chosen_policy, layers=chosen_layers,
-                epsilon=epsilon, sample=sample, out=out, progress=show,
-            )  # fmt: skip
+            with user_input():
+                found = measure.diagnose(
+                    network, tokenizer, source, wanted, name=Path(model).name, policy=asked.policy,
+                    layers=asked.layers, epsilon=epsilon, sample=sample, out=out, progress=show,
+                )  # fmt: skip
         except KeyboardInterrupt:
             print(f"{out}: lengths that are done are saved; the same command goes on from there", file=sys.stderr)
             raise
-    return found.save(out)
-
-
-def named_policy(name: str) -> Any:
-    """The policy that a name or a file means."""
-    if name in POLICIES:
-        return POLICIES[name]
-    if not Path(name).is_file():
-        raise ValueError(f"expected the policy to be {', '.join(POLICIES)} or a policy file, got {name!r}")
-    return load_policy(name)
-
-
-def parse_numbers(text: str, what: str) -> list[int]:
-    """``"16,64,256"`` or ``"0-3,8"`` as numbers, sorted."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = (word.strip() for word in part.partition("-"))
-        if not first.isdecimal() or (dash and not (last.isdecimal() and int(last) >= int(first))):
-            raise ValueError(f"expected {what} to be whole numbers with commas between them, got {text!r}")
-        several = range(int(first), int(last if dash else first) + 1)
-        if several.stop - several.start + len(found) > MOST_NUMBERS:
-            raise ValueError(f"expected at most {MOST_NUMBERS:,} {what}, got {text!r}")
-        found.update(several)
-    return sorted(found)
-
-
-def _source(prompts: Path | None, task: str | None, text: Path | None, count: int, seed: int) -> Source:
-    if sum(given is not None for given in (prompts, task, text)) > 1:
-        raise ValueError("expected one of --prompts, --task and --text, got several")
-    if prompts is not None:
-        lines = [line for line in _read(prompts).splitlines() if line.strip()]
-        return Prefixes(lines or [""], prompts.name)
-    if text is not None:
-        return Prefixes([_read(text)], text.name)
-    if task not in (None, *TASKS):
-        raise ValueError(f"expected the task to be {', '.join(TASKS)}, got {task!r}")
-    return MaximumPrompts(count, seed)
-
-
-def _read(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"expected a text file, got {str(path)!r}, which is none")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"expected {path} to be text in UTF-8, and it is not") from None
-
-
-def _within(source: Prefixes, lengths: list[int], *, given: bool) -> list[int]:
-    """Lengths that a text may have, told from its bytes; the default ones are cut where it ends."""
-    if given:
-        source.check_bytes(lengths)
-        return lengths
-    most = max(len(text.encode()) for text in source.texts)
-    return sorted({min(n, most) for n in lengths})
+    return Written(found.findings, found.save(out))
 
 
 def _load(model: str, device: str | None, dtype: str) -> tuple[Any, Any]:
+    require("matplotlib", "experiments", "Drawing figures")
+    for package in ("torch", "transformers"):
+        require(package, "huggingface", "Running a model")
     import torch
 
     from ..core.policies import Constant
@@ -180,29 +132,3 @@ def _check_layers(network: Any, layers: list[int] | None) -> None:
     known = sorted({m.layer_idx for m in network.modules() if isinstance(getattr(m, "layer_idx", None), int)})
     if layers and known and (unknown := [layer for layer in layers if layer not in known]):
         raise ValueError(f"expected layers from {known[0]} to {known[-1]}, got {', '.join(map(str, unknown))}")
-
-
-def _diagnosed(*arguments: Any, **options: Any) -> Diagnosis:
-    """The diagnosis; a folder that holds another one is what the user gave."""
-    try:
-        return diagnose(*arguments, **options)
-    except ValueError as error:
-        raise InputError(" ".join(str(error).split())) from error
-
-
-@contextmanager
-def _progress(lengths: list[int]) -> Iterator[Progress]:
-    """A bar for every length, on the standard error stream."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks = {length: bars.add_task(f"{length:,}", total=None, start=False) for length in lengths}
-
-        def show(length: int, done: int, total: int) -> None:
-            bars.start_task(tasks[length])
-            bars.update(tasks[length], completed=done, total=total)
-
-        yield show

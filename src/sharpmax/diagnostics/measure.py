@@ -7,8 +7,9 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from ..core.files import write_text
 from ..core.policies import PAPER, Policy
 from ..huggingface.stored import KEY
 from ..provenance import provenance
+from .arguments import EPSILON, check_lengths
 from .fingerprint import fingerprint
-from .record import EPSILON, AttentionRow, Recording, dispersion_n, record, runs_sharpmax
+from .positions import check_tokens
+from .progress import Progress, layers_told
+from .recording import AttentionRow, Recording, dispersion_n, record, runs_sharpmax
 from .sources import Source
 from .summary import METRICS
 from .table import Table, as_json, number, rounded, table_of
@@ -30,12 +34,9 @@ SCHEMA = "sharpmax.diagnosis/1"
 COLUMNS = ("length", "layer", "head", "window", "prompts", *METRICS, "entropy_last_over_prompts", "dispersion_n")
 """Columns of a diagnosis: means over the prompts of one length, but for ``spread_min`` and ``spread_max``."""
 
-LONGEST_INPUT = 9_999_999
 LONGEST_ROW, ROW_BYTES = 1024, 1_000_000
 STEP, HIDDEN = 1 / 1024, 0xFFFF
 """Logits of attention rows are kept as how many steps they lie below the row's largest, in 16 bits."""
-
-Progress = Callable[[int, int, int], None]
 
 
 class Diagnosis:
@@ -48,6 +49,14 @@ class Diagnosis:
     def table(self) -> Table:
         columns = self.data["columns"]
         return table_of(columns, self.data["rows"])
+
+    @property
+    def findings(self) -> list[str]:
+        """What was found, in a few lines to print."""
+        from .report.findings import Heads
+        from .report.lines import lines
+
+        return lines(Heads(self.data))
 
     def save(self, out: str | Path) -> list[Path]:
         """Write report.html, diagnosis.json, diagnosis.csv and diagnosis.png into the folder ``out``."""
@@ -80,7 +89,8 @@ def diagnose(
       policy: as in :func:`~sharpmax.diagnostics.record`; one that can be saved.
       layers, epsilon, sample: as there.
       out: a folder; every length is saved there when it is done, and what lies there already is not computed again.
-      progress: called with (length, inputs done, inputs in all).
+      progress: called with (length, inputs done, inputs in all): when a length is begun, after every layer and
+        input, and once for a length that was there already.
     """
     asked = sorted(set(source.lengths if lengths is None else lengths))
     chosen = None if layers is None else sorted(set(layers))
@@ -101,6 +111,8 @@ def diagnose(
     model.eval()
     for length in asked:
         if length in found:
+            if progress is not None:
+                progress(length, len(found[length]["tokens"]), len(found[length]["tokens"]))
             continue
         measured = _measure(model, source.inputs(tokenizer, length), length, policy, chosen, epsilon, sample, progress)
         measured["tokens_of_row"] = _words(tokenizer, measured.pop("ids"))
@@ -108,37 +120,6 @@ def diagnose(
         if parts is not None:
             write_text(parts / _file(length), json.dumps(found[length], allow_nan=False) + "\n")
     return Diagnosis(_together(about, asked, found))
-
-
-def check_lengths(lengths: Sequence[int]) -> None:
-    """Refuse lengths that are no numbers of items or tokens."""
-    if not lengths or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in lengths):
-        raise ValueError(f"expected lengths to be whole numbers of at least 1, got {list(lengths)!r}")
-    if max(lengths) > LONGEST_INPUT:
-        raise ValueError(f"expected lengths of at most {LONGEST_INPUT:,}, got {max(lengths)}")
-
-
-def check_tokens(model: nn.Module, tokens: Sequence[int]) -> None:
-    """Refuse inputs of a single token, and those that are longer than a table of learned positions."""
-    if min(tokens) < 2:
-        raise ValueError("an input of one token has one key, on which all heads are alike; ask for 2 tokens or more")
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Embedding) or not ("position" in name or name.endswith("wpe")):
-            continue
-        positions = module.num_embeddings - _first_position(module)
-        if max(tokens) > positions:
-            raise ValueError(
-                f"the model has learned positions for {positions:,} tokens, and an input has {max(tokens):,}; "
-                "ask for shorter lengths"
-            )
-
-
-def _first_position(table: nn.Embedding) -> int:
-    """Where the first token stands: OPT and BART leave two places free, RoBERTa those up to that of padding."""
-    offset = getattr(table, "offset", None)
-    if isinstance(offset, int):
-        return offset
-    return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
 def _measure(
@@ -150,10 +131,13 @@ def _measure(
     device = next(model.parameters()).device
     collected: list[dict[str, Any]] = []
     kept: list[AttentionRow] = []
+    if progress is not None:
+        progress(length, 0, len(inputs))
     for i, ids in enumerate(inputs):
         keep = range(10_000) if i == 0 and len(ids) <= LONGEST_ROW else None
         recording = record(model, policy, layers=layers, attention=keep, epsilon=epsilon, sample=sample)
-        with torch.inference_mode(), recording as stats, _up_to(model, layers, stats):
+        tell = None if progress is None else partial(_within, progress, length, i, len(inputs))
+        with torch.inference_mode(), recording as stats, layers_told(model, tell), _up_to(model, layers, stats):
             body(input_ids=torch.tensor([list(ids)], device=device), **_without_cache(model))
         _check_recorded(stats, layers)
         collected += stats.rows
@@ -169,6 +153,12 @@ def _measure(
         "ids": list(inputs[0]) if short_enough else [],
         "attention": [_packed(row) for row in kept] if short_enough else [],
     }
+
+
+def _within(progress: Progress, length: int, done: int, total: int, share: float) -> None:
+    """Tell how far the next input is; the last step is told when it is done."""
+    if share < 1:
+        progress(length, done + share, total)
 
 
 class _EnoughError(Exception):

@@ -14,6 +14,8 @@ from ..core.files import write_text
 from ..extras import require
 
 INFINITE = "inf"
+LONGEST = 1e300
+"""Lengths beyond this are not written out."""
 
 
 class Table:

@@ -60,7 +60,7 @@ def data(models: Sequence[str]) -> dict[str, Any]:
         path=SOURCE_PATH,
         commit=SOURCE_COMMIT[:12],
         tokens=" and ".join(f"{m['tokens']:,}" for m in found),
-        found=" ".join(sentences),
+        found=" ".join(sentences + _cuts(found)),
     )
     return {
         "caption": caption,
@@ -75,15 +75,28 @@ def data(models: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _cuts(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each model that was given a part of the text."""
+    return [
+        f"{m['model']} has learned positions for {m['tokens']:,} tokens, and was given the first of {m['cut_from']:,}."
+        for m in models
+        if "cut_from" in m
+    ]
+
+
 def _model(name: str, text: str) -> dict[str, Any]:
     from ..diagnostics import diagnose
+    from ..diagnostics.positions import learned_positions
+    from ..diagnostics.progress import progress_bars
     from ..diagnostics.report.findings import spread_of
     from ..diagnostics.sources import Prefixes
 
     model, tokenizer = load_model(name)
     source = Prefixes([text], SOURCE_PATH)
-    length = len(source.tokens(tokenizer)[0])
-    table = diagnose(model, tokenizer, source, [length], name=name).table
+    tokens = len(source.tokens(tokenizer)[0])
+    length = min(tokens, learned_positions(model) or tokens)
+    with progress_bars({length: 1}, lambda n: f"{Path(name).name}, {n:,} tokens") as show, user_input():
+        table = diagnose(model, tokenizer, source, [length], name=name, progress=show).table
     readings = {}
     for reading in READINGS:
         values = table.column(reading)
@@ -95,7 +108,8 @@ def _model(name: str, text: str) -> dict[str, Any]:
             "deviation": round(deviation, 4),
             "heads": numbers(values, 5),
         }
-    return {"model": Path(name).name, "tokens": length, "heads": len(table), "readings": readings}
+    found = {"model": Path(name).name, "tokens": length, "heads": len(table), "readings": readings}
+    return found if length == tokens else {**found, "cut_from": tokens}
 
 
 def rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -133,7 +147,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         spread = f"{row['average']} ± {row['deviation']}"
         tokens = f"{row['tokens']:,}" if isinstance(row["tokens"], int) else row["tokens"]
         lines.append(f"| {row['model']} | {row['reading']} | {row['min']} | {row['max']} | {spread} | {tokens} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(f"\n{sentence}" for sentence in _cuts(data["models"]))]) + "\n"
 
 
 def draw(figure: Figure, data: Mapping[str, Any]) -> None:

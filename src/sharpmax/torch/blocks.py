@@ -67,6 +67,13 @@ class Rows(NamedTuple):
     keys: list[tuple[int, int]]
 
 
+class Hidden(NamedTuple):
+    """Which logits of a block do not count: those before column ``first`` do, ``where`` tells of the others."""
+
+    first: int
+    where: Tensor
+
+
 class Span:
     """Some batch elements and key heads of a call: tensors ``[n, length, columns]``, with ``n`` pairs of the two."""
 
@@ -127,23 +134,28 @@ class Span:
         """The queries of a block of rows, times the scale."""
         return self.of_rows(self.call.q, rows).to(self.call.dtype) * self.call.geometry.scale
 
-    def hidden(self, rows: Rows, keys: tuple[int, int]) -> Tensor | None:
+    def hidden(self, rows: Rows, keys: tuple[int, int]) -> Hidden | None:
         """Which logits of a block do not count, broadcastable to ``[b, h, group, rows, keys]``; ``None`` if all do."""
         call, (start, stop) = self.call, keys
         left, right = call.geometry.left, call.geometry.right
         clear = stop <= self.shortest
         clear &= left == ALL or start >= rows.last - 1 + self.shifts[1] - left
-        clear &= right == ALL or stop - 1 <= rows.first + self.shifts[0] + right
+        first = 0
+        if clear:  # up to there, every row sees every key
+            first = stop - start if right == ALL else max(0, rows.first + self.shifts[0] + right + 1 - start)
         seen = None
-        if not clear:
+        if first < stop - start:
+            first = first if call.mask is None else 0
             lengths = call.k.shape[2] if self.lengths is None else self.lengths
             at = torch.arange(rows.first, rows.last, device=call.q.device)
-            seen = call.geometry.visible(at, call.positions[start:stop], call.q.shape[2], lengths)
+            seen = call.geometry.visible(at, call.positions[start + first : stop], call.q.shape[2], lengths)
+        elif call.mask is not None:
+            first = 0
         if call.mask is not None:
             tile = self.mask_tile(rows, keys)
             there = tile if tile.dtype == torch.bool else shown(tile, call.dtype)
             seen = there if seen is None else seen & there
-        return None if seen is None else ~seen
+        return None if seen is None else Hidden(first, ~seen)
 
     def mask_index(self, rows: Rows, keys: tuple[int, int]) -> tuple[slice, ...]:
         """Where the mask of a block stands in the mask, whose axes may have size 1."""
@@ -180,17 +192,17 @@ class Span:
         """A block ``[n, rows, keys]`` as ``[b, h, group, positions, keys]``."""
         return block.view(*self.shape, -1, block.shape[-1])
 
-    def fill(self, block: Tensor, hidden: Tensor | None, value: float) -> None:
+    def fill(self, block: Tensor, hidden: Hidden | None, value: float) -> None:
         """Put ``value`` where logits do not count."""
         if hidden is not None:
-            self.wide(block).masked_fill_(hidden, value)
+            self.wide(block)[..., hidden.first :].masked_fill_(hidden.where, value)
 
 
 class Block(NamedTuple):
     """Logits ``[n, rows, keys]``, which of them do not count, and the derivative of the softcap."""
 
     logits: Tensor
-    hidden: Tensor | None
+    hidden: Hidden | None
     slope: Tensor | None
 
 

@@ -237,10 +237,14 @@ def _merged(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _minimum(span: Span, block: Block, smallest: Tensor | None) -> Tensor:
-    z = block.logits
-    if block.hidden is not None:
-        z = span.wide(z).masked_fill(block.hidden, math.inf).view(z.shape)
-    lowest = z.amin(-1)
+    z, hidden = block.logits, block.hidden
+    if hidden is None:
+        lowest = z.amin(-1)
+    else:
+        rest = span.wide(z)[..., hidden.first :].masked_fill(hidden.where, math.inf)
+        lowest = rest.amin(-1).view(z.shape[:-1])
+        if hidden.first:
+            lowest = torch.minimum(lowest, z[..., : hidden.first].amin(-1))
     return lowest if smallest is None else torch.minimum(lowest, smallest)
 
 

@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...theory import dispersion_length
+from ..table import LONGEST
 
 SINK = 0.5
 """A head whose first key has more than this is called a sink."""
+
+FAST = 0.5
+"""A head that gains this many nats as n grows e-fold loses sharpness at least half as fast as uniform attention."""
 
 
 class Spread(NamedTuple):
@@ -69,6 +73,21 @@ class Heads:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.where(variance > 0, (centred * (y - y.mean(0))).sum(0) / variance, math.nan)
 
+    def sinks(self) -> np.ndarray:
+        """Which heads are attention sinks at the longest input."""
+        return self.read("sink")[-1] > SINK
+
+    def ranked(self) -> np.ndarray:
+        """Which heads are put in order: those that are no sinks, unless all are."""
+        sinks = self.sinks()
+        return np.ones_like(sinks) if sinks.all() else ~sinks
+
+    @property
+    def span(self) -> str:
+        """The lengths in words, as in "4 to 512 items"."""
+        first, last, unit = self.lengths[0], self.lengths[-1], self.data["source"]["unit"]
+        return counted(first, unit.removesuffix("s")) if first == last else f"{first:,} to {last:,} {unit}"
+
     def name(self, index: int) -> str:
         """What to call a head."""
         return "layer {}, head {}".format(*self.heads[index])
@@ -80,24 +99,59 @@ def spread_of(values: Sequence[float] | np.ndarray) -> Spread:
     return Spread(float(found.min()), float(found.max()), float(found.mean()), float(found.std()))
 
 
+class Theorem(NamedTuple):
+    """The n of Theorem 2.2 for the average spread of heads without a window, of which there are ``heads``.
+
+    An n beyond ``LONGEST`` is ``None``.
+    """
+
+    average: float
+    heads: int
+    n: int | None
+
+
 def start(heads: Heads) -> int:
     """The head that the page opens with: that which loses sharpness fastest, or the sharpest."""
-    slopes = heads.slopes()
-    if np.isnan(slopes).all():
-        return int(np.nanargmin(heads.read("normalised")[-1]))
-    return int(np.nanargmax(slopes))
+    worst = fastest(heads)
+    return sharpest(heads, 1)[0] if worst is None else worst
 
 
-def sharpest(heads: Heads) -> int | None:
-    """The sharpest head at the longest input that is no sink, if there is one."""
-    normalised, sink = heads.read("normalised")[-1], heads.read("sink")[-1]
-    kept = np.where(sink > SINK, math.nan, normalised)
-    return None if np.isnan(kept).all() else int(np.nanargmin(kept))
+def sharpest(heads: Heads, count: int) -> list[int]:
+    """The sharpest heads at the longest input, attention sinks left out."""
+    share = np.where(heads.ranked(), heads.read("normalised")[-1], math.nan)
+    order = np.argsort(share, kind="stable")
+    return [int(i) for i in order[: min(count, int((~np.isnan(share)).sum()))]]
+
+
+def fastest(heads: Heads) -> int | None:
+    """The head that gains entropy fastest, attention sinks left out; ``None`` for a single length."""
+    slopes = np.where(heads.ranked(), heads.slopes(), math.nan)
+    return None if np.isnan(slopes).all() else int(np.nanargmax(slopes))
+
+
+def theorem(heads: Heads) -> Theorem | None:
+    """What Theorem 2.2 says at the longest input, were the average spread the bound of all logits."""
+    values, growing = heads.read("spread")[-1], np.isnan(heads.values("window")[-1])
+    known = ~np.isnan(values) & growing
+    if not known.any():
+        return None
+    average, epsilon = float(values[known].mean()), heads.data["epsilon"]
+    within = average - math.log(epsilon) < math.log(LONGEST)
+    n = dispersion_length(float(f"{average:.6g}"), epsilon).paper if within else None
+    return Theorem(average, int(growing.sum()), n)
 
 
 def sentences(heads: Heads) -> list[str]:
     """The findings, most important first."""
-    made = [_growth(heads), _sinks(heads), _spreads(heads), _policy(heads), _windows(heads), _context(heads)]
+    made = [
+        _growth(heads),
+        _losing(heads),
+        _sinks(heads),
+        _spreads(heads),
+        _policy(heads),
+        _windows(heads),
+        _context(heads),
+    ]
     return [sentence for sentence in made if sentence]
 
 
@@ -108,45 +162,65 @@ def where_read(heads: Heads) -> str:
 
 def _growth(heads: Heads) -> str:
     entropy, share = (np.nanmean(heads.read(m), axis=1) for m in ("entropy", "normalised"))
-    unit = heads.data["source"]["unit"]
     if len(heads.lengths) == 1:
         return (
-            f"With {heads.lengths[0]:,} {unit} the average head has an entropy of {entropy[0]:.2f} nats "
+            f"With {heads.span} the average head has an entropy of {entropy[0]:.2f} nats "
             f"{where_read(heads)}, {share[0]:.0%} of what uniform attention has."
         )
     verb = "grows" if entropy[-1] > entropy[0] else "falls"
     return (
         f"Read {where_read(heads)}, the entropy of the average head {verb} from {entropy[0]:.2f} to {entropy[-1]:.2f} "
-        f"nats as inputs grow from {heads.lengths[0]:,} to {heads.lengths[-1]:,} {unit}; as a share of uniform "
+        f"nats as inputs grow from {heads.span}; as a share of uniform "
         f"attention's it goes from {share[0]:.0%} to {share[-1]:.0%}."
     )
 
 
+def gaining(heads: Heads) -> tuple[str, int]:
+    """How many heads gain entropy as n grows, in words, and how many of them by :data:`FAST` or more.
+
+    As in what is shown, slopes are taken with two digits. Heads whose rows do not grow from one length to another have
+    none, and with a single length that is all of them: nothing is said then.
+    """
+    slopes = heads.slopes()
+    shown = slopes[~np.isnan(slopes)].round(2)
+    if not len(shown):
+        return "", 0
+    gain, which = int((shown > 0).sum()), "" if len(shown) == len(slopes) else " whose rows grow"
+    verb = "gains" if gain == 1 else "gain"
+    return f"{gain} of {counted(len(shown), 'head')}{which} {verb} entropy", int((shown >= FAST).sum())
+
+
+def _losing(heads: Heads) -> str:
+    said, fast = gaining(heads)
+    if not said:
+        return ""
+    return (
+        f"{said} as inputs grow, {fast} of them {FAST:g} nats or more when n grows e-fold; uniform attention gains 1."
+    )
+
+
 def _sinks(heads: Heads) -> str:
-    sink = heads.read("sink")[-1]
-    count, total = int((sink > SINK).sum()), int((~np.isnan(sink)).sum())
-    if not total:
+    count, total = int(heads.sinks().sum()), len(heads.heads)
+    if np.isnan(heads.read("sink")[-1]).all():
         return ""
     if not count:
         return "No head puts more than half of its weight on the first token at the longest input."
     return (
-        f"{count} of {total} heads put more than half of their weight on the first token at the longest input: sharp, "
-        "but on an attention sink. Their entropy without it says more about them."
+        f"{count} of {counted(total, 'head')} {'puts' if count == 1 else 'put'} more than half of the weight on the "
+        "first token at the longest input: sharp, but on an attention sink. The entropy without it says more there."
     )
 
 
 def _spreads(heads: Heads) -> str:
-    values, growing = heads.read("spread")[-1], np.isnan(heads.values("window")[-1])
-    known = ~np.isnan(values)
-    text = f"At the longest input the logit spread δ of a head is {spread_of(values[known])}."
-    if not (known & growing).any():
+    values, found = heads.read("spread")[-1], theorem(heads)
+    text = f"At the longest input the logit spread δ of a head is {spread_of(values[~np.isnan(values)])}."
+    if found is None:
         return text
-    average, epsilon = float(values[known & growing].mean()), heads.data["epsilon"]
-    n = dispersion_length(float(f"{average:.6g}"), epsilon).paper
-    which = "" if growing.all() else f", the average of heads without a window ({growing.sum()} of {len(growing)}),"
+    total = len(heads.heads)
+    which = f", the average of heads without a window ({found.heads} of {total})," if found.heads < total else ""
     return (
-        f"{text} Were {average:.2f}{which} the bound of all logits, Theorem 2.2 would have every coefficient below "
-        f"{epsilon:g} from {long(n)} keys on."
+        f"{text} Were {found.average:.2f}{which} the bound of all logits, Theorem 2.2 would have every coefficient "
+        f"below {heads.data['epsilon']:g} from {long(found.n)} keys on."
     )
 
 
@@ -164,8 +238,8 @@ def _windows(heads: Heads) -> str:
     if not count:
         return ""
     return (
-        f"{count} of {len(window)} heads see a window of at most {int(np.nanmax(window)):,} keys: their rows stop "
-        "growing there, and Theorem 2.2 says nothing about longer inputs."
+        f"{count} of {counted(len(window), 'head')} {'sees' if count == 1 else 'see'} a window of at most "
+        f"{int(np.nanmax(window)):,} keys: rows stop growing there, and Theorem 2.2 says nothing about longer inputs."
     )
 
 
@@ -177,11 +251,18 @@ def _context(heads: Heads) -> str:
     return f"Inputs of more than {context:,} tokens are longer than the model was made for: extrapolation."
 
 
+def counted(n: int, thing: str) -> str:
+    """A number of things, one or several."""
+    return f"{n:,} {thing}" if n == 1 else f"{n:,} {thing}s"
+
+
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def long(n: int) -> str:
-    """A count to read: in full as long as that is short, then two digits of it."""
+def long(n: int | None) -> str:
+    """A count to read: in full as long as that is short, then two digits of it; ``None`` is beyond all."""
+    if n is None:
+        return "over 10³⁰⁰"
     if n < 10**6:
         return f"{n:,}"
     digits, power = f"{float(n):.1e}".split("e+")

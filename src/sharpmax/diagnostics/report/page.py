@@ -1,4 +1,4 @@
-"""The page: page.html has text and frames, into which page.js draws from the data that the page carries."""
+"""The page: page.html has text and frames, into which the scripts draw from the data that the page carries."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from ..summary import METRICS
-from .findings import Heads, sentences, sharpest, start, where_read
+from .findings import SINK, Heads, counted, fastest, sentences, sharpest, start, where_read
 
 UNKNOWN = "not recorded"
+SCRIPTS = ("page.js", "map.js", "curves.js", "tables.js", "row.js", "controls.js")
+"""The page's script, in the order in which it runs."""
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -22,18 +24,21 @@ def page(data: Mapping[str, Any]) -> str:
     heads = Heads(data)
     first = heads.heads[start(heads)]
     carried = {key: data[key] for key in ("source", "lengths", "columns", "rows", "attention", "epsilon")}
-    content = json.dumps({**carried, "start": "{}.{}".format(*first)}, allow_nan=False, separators=(",", ":"))
-    name, count = escape(data["model"]["name"]), len(heads.heads)
-    layers = len({layer for layer, _ in heads.heads})
+    carried |= {"start": "{}.{}".format(*first), "sink": SINK}
+    content = json.dumps(carried, allow_nan=False, separators=(",", ":"))
+    name, layers = escape(data["model"]["name"]), len({layer for layer, _ in heads.heads})
+    size = f"{counted(layers, 'layer')} with {counted(len(heads.heads), 'attention head')}"
     return Template(_beside("page.html")).substitute(
         css=_beside("page.css"),
-        js=_beside("page.js"),
+        js="".join(map(_beside, SCRIPTS)),
         data=content.replace("<", "\\u003c"),
         name=name,
-        standfirst=f"{layers} layers with {count} attention heads, {_inputs(data)}. {_how(data)}",
+        standfirst=f"{size}, {_inputs(heads)}. {_how(heads)}",
         cards=_cards(heads),
         findings="".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(heads)),
         many=" many" if 1 + max(head for _, head in heads.heads) > 16 else "",
+        growing="" if len(heads.lengths) > 1 else "hidden",
+        order="Sharpness at the longest input" + (", and how fast it is lost." if len(heads.lengths) > 1 else "."),
         policy=escape(policy_name(data["policy"])),
         epsilon=f"{data['epsilon']:g}",
         terms="".join(f"<div><dt><code>{k}</code></dt><dd>{escape(v)}</dd></div>" for k, v in METRICS.items()),
@@ -54,18 +59,20 @@ def _beside(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def _inputs(data: Mapping[str, Any]) -> str:
-    source, lengths = data["source"], data["lengths"]
-    span = f"{lengths[0]['length']:,}" + (f" to {lengths[-1]['length']:,}" if len(lengths) > 1 else "")
+def _inputs(heads: Heads) -> str:
+    source = heads.data["source"]
     if source["kind"] == "max":
-        return f"on {source['prompts']} prompts of {span} items for each length"
-    return f"on the first {span} tokens of <code>{escape(source['name'])}</code>"
+        each = " for each length" if len(heads.lengths) > 1 else ""
+        return f"on {counted(source['prompts'], 'prompt')} of {heads.span}{each}"
+    lines = f"{source['texts']:,} lines of " if source["texts"] > 1 else ""
+    return f"on the first {heads.span} of {lines}<code>{escape(source['name'])}</code>"
 
 
-def _how(data: Mapping[str, Any]) -> str:
-    if data["source"]["kind"] != "max":
-        return "How sharp is each of them, and what happens as the input grows?"
-    return f"The prompt is that of the paper's Figure 3: <q>{escape(data['source']['example'])}</q>"
+def _how(heads: Heads) -> str:
+    if heads.data["source"]["kind"] == "max":
+        return f"The prompt is that of the paper's Figure 3: <q>{escape(heads.data['source']['example'])}</q>"
+    grows = ", and what happens as the input grows" if len(heads.lengths) > 1 else ""
+    return f"How sharp is each of them{grows}?"
 
 
 def _cards(heads: Heads) -> str:
@@ -73,14 +80,11 @@ def _cards(heads: Heads) -> str:
     cards = [
         ("The average head", f"{np.nanmean(share):.0%}", f"of the entropy of uniform attention, {where_read(heads)}")
     ]
-    if (best := sharpest(heads)) is not None:
-        entropy = heads.read("entropy")[-1][best]
-        about = f"{heads.name(best)}: the sharpest that is no attention sink"
-        cards.append(("The sharpest head", f"{entropy:.2f}<small>nats</small>", about))
-    slopes = heads.slopes()
-    if not np.isnan(slopes).all():
-        worst = int(np.nanargmax(slopes))
-        gain = slopes[worst]
+    best, worst = sharpest(heads, 1)[0], fastest(heads)
+    about = f"{heads.name(best)}: the sharpest" + ("" if heads.sinks()[best] else " that is no attention sink")
+    cards.append(("The sharpest head", f"{heads.read('entropy')[-1][best]:.2f}<small>nats</small>", about))
+    if worst is not None:
+        gain = heads.slopes()[worst]
         if round(gain, 2) > 0:
             what = f"+{gain:.2f}<small>nats</small>"
             about = f"as n grows e-fold (uniform attention: 1): {heads.name(worst)}"

@@ -20,15 +20,12 @@ from ..huggingface.switch import _outermost
 from ..theory import dispersion_length
 from ..torch.attention import row_betas
 from ..torch.checks import check_policy
+from .arguments import EPSILON, check_numbers
 from .rows import as_inputs, call_rows, counting_rows, documents, is_windowed, last_logits
 from .summary import METRICS, last_rows, reduced
-from .table import Table, rounded
+from .table import LONGEST, Table, rounded
 
-EPSILON = 0.01
 WHOLE = ("tokens", "n")
-LONGEST = 1e300
-"""Lengths beyond this are not written out."""
-
 Heads = Iterable[int] | Mapping[int, Iterable[int]] | None
 
 
@@ -131,10 +128,7 @@ def record(
     """
     chosen = PAPER if policy is None else policy
     check_policy(chosen)
-    if not 0 < epsilon <= 1:
-        raise ValueError(f"expected epsilon to be above 0 and at most 1, got {epsilon!r}")
-    if sample is not None and sample < 1:
-        raise ValueError(f"expected a sample of at least one row, got {sample!r}")
+    check_numbers(epsilon, sample)
     recording = Recording(chosen, epsilon)
     wanted = None if layers is None else frozenset(layers)
     observer = _Observer(model, recording, wanted, attention, sample, impl)
