@@ -197,17 +197,16 @@ def short_phrases() -> list[str]:
     """What docs/attention.md says of lengths below 4,096."""
     cases = [case for case in load("benchmarks/results/attention_cuda.json")["results"] if case["shape"][2] < MAIN[2]]
     times = {what: [case["times"][f"stock {what}"]["ms"] for case in cases] for what in DIRECTIONS}
-    against = {
-        (impl, what): [case["times"][f"figure 4 {what}"]["ms"] / case["times"][f"{impl} {what}"]["ms"] for case in cases]
-        for impl in ("stock", "triton")
-        for what in DIRECTIONS
-    }
-    stock = against["stock", "forward"] + against["stock", "forward+backward"]
     forward, both = (f"{min(times[what]):.2f} to {max(times[what]):.2f} ms" for what in DIRECTIONS)
+
+    def against(impl: str, what: str) -> list[float]:
+        return [case["times"][f"figure 4 {what}"]["ms"] / case["times"][f"{impl} {what}"]["ms"] for case in cases]
+
+    stock = [ratio for what in DIRECTIONS for ratio in against("stock", what)]
     return [
         f"`stock` took {forward} forward and {both} with backward",
         f"literal Figure 4 took {min(stock):.2f} to {max(stock):.1f} times as long as `stock`",
-        f"{min(against['triton', 'forward+backward']):.2f} times as long as `triton`",
+        f"{min(against('triton', 'forward+backward')):.2f} times as long as `triton`",
     ]
 
 

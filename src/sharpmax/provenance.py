@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "numpy", "scipy", "torch", "triton", "jax", "jaxlib", "flax", "optax", "transformers", "tokenizers", "dm-clrs",
-    "matplotlib",
+    "numpy", "scipy", "torch", "triton", "jax", "jaxlib", "flax", "optax", "transformers", "tokenizers", "accelerate",
+    "dm-clrs", "matplotlib",
 )  # fmt: skip
 """Packages whose versions are recorded where they are installed."""
 

@@ -1,4 +1,4 @@
-"""``sharpmax clrs-text``: samples of CLRS-Text."""
+"""``sharpmax clrs-text``: samples of CLRS-Text, training and evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from .groups import DEFAULT_OUT, Out, group
 
-clrs_text = group("CLRS-Text: samples of thirty algorithms to train on and to evaluate with.")
+clrs_text = group("CLRS-Text: samples of thirty algorithms, training on them, and evaluation.")
 
 Traces = Annotated[
     bool, typer.Option("--traces/--no-traces", help="With the steps of the algorithms, or answers only.")
@@ -75,3 +75,76 @@ def lengths(
 
     for path in lengths_command(model, out, length=length, samples=samples, traces=traces):
         print(path)
+
+
+@clrs_text.command()
+def train(
+    out: Annotated[Path, typer.Option(help="Folder of the run; a run that was stopped goes on.", file_okay=False)],
+    model: Annotated[
+        str | None, typer.Option(help="As for `sharpmax diagnose`; scratch, a small one; or a config, JSON.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Of every head: none, paper, paper-held, or a file.")] = None,
+    settings: Annotated[Path | None, typer.Option(help="A JSON file with settings; options come before it.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="To train on, padding included; by default 100 million.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences in a step, over all processes; by default 64.")] = None,
+    micro: Annotated[int | None, typer.Option(help="Sequences at a time in a process; by default 32.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens in a sequence; by default 2,048.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="The highest; by default 3e-4.")] = None,
+    answers_only: Annotated[
+        bool | None, typer.Option("--answers-only/--all-tokens", help="What the loss is on; by default answers.")
+    ] = None,
+    traces: Annotated[
+        bool | None, typer.Option("--traces/--no-traces", help="With the algorithms' steps, as by default, or without.")
+    ] = None,
+    algorithms: Annotated[str | None, typer.Option(help="Some of the thirty, with commas between them.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Such as 4,5,10-12, instead of the benchmark's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the order of samples, and of random weights.")] = None,
+    data: Annotated[str | None, typer.Option(help="A folder of samples; by default they are generated.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that make batches.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16 or float32; by default bf16 on a GPU.")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compile the layers.")] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Less memory, slower.")
+    ] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; by default 200.")] = None,
+    log_every: Annotated[int | None, typer.Option(help="Steps between lines of the log; by default 10.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Save and leave after so many; run again to go on.")] = None,
+    save_dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of the trained model's folder.")] = "float32",
+    cpu: Annotated[bool, typer.Option("--cpu", help="Stay on the CPU.")] = False,
+) -> None:
+    """Train a model, with adaptive temperature or without; goes on where it stopped, to the same bits."""
+    from ..tasks.clrs_text.training_command import train_command
+
+    for line in train_command(
+        out, settings=settings, policy=policy, algorithms=algorithms, sizes=sizes, minutes=minutes,
+        save_dtype=save_dtype, cpu=cpu, model=model, tokens=tokens, batch=batch, micro=micro, length=length,
+        learning_rate=learning_rate, answers_only=answers_only, traces=traces, seed=seed, data=data, workers=workers,
+        precision=precision, compile=compile, gradient_checkpointing=gradient_checkpointing,
+        checkpoint_every=checkpoint_every, log_every=log_every,
+    ):  # fmt: skip
+        print(line)
+
+
+@clrs_text.command()
+def evaluate(
+    model: Annotated[str, typer.Option(help="Folder of a run or of a model, or as for `sharpmax diagnose`.")],
+    out: Annotated[Path, typer.Option(help="Folder for what is found; completed if begun.", file_okay=False)],
+    algorithms: Annotated[str | None, typer.Option(help="Some of the thirty, with commas between them.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Such as 4,5,10-12, instead of the benchmark's.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="The same, instead of the benchmark's five.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Of each algorithm, size and seed; by default 125.", min=1)
+    ] = None,
+    traces: Traces = True,
+    length: Annotated[int, typer.Option(help="Tokens that a sample may have.", min=2)] = 2_048,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="By default a GPU if there is one.")] = None,
+) -> None:
+    """Ask a model the questions of the evaluation set, and count right answers; goes on where it stopped."""
+    from ..tasks.clrs_text.evaluation_command import evaluate_command
+
+    for line in evaluate_command(
+        model, out, algorithms=algorithms, sizes=sizes, seeds=seeds, samples=samples, traces=traces, length=length,
+        dtype=dtype, device=device,
+    ):  # fmt: skip
+        print(line)

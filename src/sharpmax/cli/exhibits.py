@@ -107,6 +107,21 @@ def fig7(
     _make("fig7", out, protocol=protocol, checkpoint=checkpoint, seed=seed)
 
 
+@reproduce.command(help=EXHIBITS["fig8"].description)
+def fig8(
+    out: Out = DEFAULT_OUT,
+    baseline: Annotated[
+        Path | None, typer.Option(help="What `sharpmax clrs-text evaluate` wrote of a model with plain softmax.")
+    ] = None,
+    adaptive: Annotated[
+        Path | None, typer.Option(help="The same of one with adaptive temperature, on the same samples.")
+    ] = None,
+    also: Annotated[Path | None, typer.Option(help="A third one, compared with the baseline too.")] = None,
+) -> None:
+    """Figure 8."""
+    _make("fig8", out, baseline=baseline, adaptive=adaptive, also=also)
+
+
 @reproduce.command(help=EXHIBITS["fig9"].description)
 def fig9(out: Out = DEFAULT_OUT, protocol: HeadProtocol = None, checkpoint: Heads = None) -> None:
     """Figure 9."""
@@ -157,6 +172,9 @@ def every(
             _make(exhibit.name, out, protocol=name, checkpoint=folders[name], **table)
         if exhibit.models and not _any_there(exhibit.models):
             print(f"{exhibit.command}: left out, since none of {', '.join(exhibit.models)} is installed")
+        elif exhibit.inputs and not (out / f"{exhibit.name}.json").exists():
+            options = " and ".join(f"--{name}" for name in exhibit.inputs)
+            print(f"{exhibit.command}: left out, since it is made from results that {options} name")
         elif not exhibit.heads:
             _make(exhibit.name, out)
     print(report.write(out))

@@ -137,10 +137,21 @@ def _name(text: str | None, layer: int | None, heads: int) -> str:
     return _names[key]
 
 
+@torch.compiler.assume_constant_result
+def _names_layers(text: str | None) -> bool:
+    """Whether layers differ; where they do not, ``torch.compile`` compiles one layer for all."""
+    return text is not None and _ask_rules(text)
+
+
+@functools.lru_cache(maxsize=256)
+def _ask_rules(text: str) -> bool:
+    return any(rule.layers is not None for rule in read(text))
+
+
 def policy_of(module: torch.nn.Module, heads: int) -> Policy:
     """The policy of a model's attention module."""
     text = getattr(getattr(module, "config", None), KEY, None)
-    layer = getattr(module, "layer_idx", None)
+    layer = getattr(module, "layer_idx", None) if _names_layers(text) else None
     if torch.compiler.is_compiling():
         return getattr(_traced, _name(text, layer, heads))
     return policy_for(text, layer, heads)

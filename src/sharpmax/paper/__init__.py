@@ -25,6 +25,9 @@ class Exhibit:
     """Protocols whose trained heads ``sharpmax reproduce all`` makes it for; none for what needs no trained heads."""
     models: tuple[str, ...] = ()
     """Packaged models that it is about."""
+    inputs: tuple[str, ...] = ()
+    """Options that name results it is made from. ``sharpmax reproduce all`` has none of them, and only draws it again
+    where its JSON file is there."""
 
     @property
     def command(self) -> str:
@@ -66,6 +69,11 @@ EXHIBITS = {
             ("paper", "sharp"),
         ),
         Exhibit("fig7", "Figure 7: the heat maps of Figure 2 with and without adaptive temperature.", ("paper",)),
+        Exhibit(
+            "fig8",
+            "Figure 8: accuracy on CLRS-Text against size, of models trained with and without adaptive temperature.",
+            inputs=("baseline", "adaptive"),
+        ),
         Exhibit("fig9", "Figure 9: logit spread over training against the bound of Proposition 3.1.", ("paper",)),
         Exhibit("failure", "Corollary B.1: the n from which a trained head errs on {a, b, b, ...}.", ("paper",)),
         Exhibit("depth", "Remark C.1: one dispersed layer flattens all later ones, unless there are residuals."),

@@ -62,7 +62,9 @@ def missing(names: Iterable[str]) -> list[Missing]:
             wanted = Named(exhibit.name, "" if protocol == PLAIN else protocol)
             if wanted not in found:
                 option = f" --protocol {wanted.heads}" if wanted.heads else ""
-                lines.append(Missing(_titles(wanted)[0], f"sharpmax reproduce {exhibit.command}{option} --out ."))
+                made_from = "".join(f" --{name} ..." for name in exhibit.inputs)
+                command = f"sharpmax reproduce {exhibit.command}{option} --out .{made_from}"
+                lines.append(Missing(_titles(wanted)[0], command))
     return lines
 
 

@@ -54,9 +54,9 @@ def generate_command(
             raise ValueError("expected seeds for one split, train or evaluation: both would have the same samples")
         chosen = {
             name: made(traces).only(
-                _words(algorithms),
-                _numbers(sizes, "sizes"),
-                seeds=_numbers(seeds, "seeds"),
+                words_of(algorithms),
+                numbers_of(sizes, "sizes"),
+                seeds=numbers_of(seeds, "seeds"),
                 samples=samples,
             )
             for name, made in SPLITS.items()
@@ -178,11 +178,11 @@ def show_command(algorithm: str, size: int, *, seed: int = 0, index: int = 0, tr
         return next(generate_samples(algorithm, size, seed, start=index, count=1, traces=traces))
 
 
-def _words(text: str | None) -> list[str] | None:
+def words_of(text: str | None) -> list[str] | None:
     return None if text is None else [word.strip() for word in text.split(",")]
 
 
-def _numbers(text: str | None, what: str) -> list[int] | None:
+def numbers_of(text: str | None, what: str) -> list[int] | None:
     """``"4,5,10-12"`` as numbers, sorted."""
     if text is None:
         return None

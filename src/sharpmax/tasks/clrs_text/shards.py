@@ -117,7 +117,7 @@ def generate(
     if processes is not None and processes < 1:
         raise ValueError(f"expected at least one process, got {processes}")
     work = list(stretches(split, shard))
-    processes = min(processes or _cores(), len(work))
+    processes = min(processes or cores(), len(work))
     seen = None if against is None else (Path(against).name, training_digests(against))
     upstream.load()
     begin(out, split, shard)
@@ -133,7 +133,7 @@ def generate(
     return _finish(out, split, shard, made, seen)
 
 
-def _cores() -> int:
+def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -221,7 +221,7 @@ def _all_made(out: Path, split: Split, work: list[Stretch], processes: int) -> I
             yield make_shard(out, split, stretch)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker)
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=start_worker)
     try:
         pending: set[Future[Made]] = set()
         queue = iter(work)
@@ -248,7 +248,7 @@ def _all_made(out: Path, split: Split, work: list[Stretch], processes: int) -> I
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
     """An interrupt is the parent's to handle; the end of the parent, even a sudden one, is the worker's end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

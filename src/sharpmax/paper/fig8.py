@@ -1,0 +1,242 @@
+"""Figure 8: accuracy on CLRS-Text against size, of a model trained with and without adaptive temperature."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.files import write_bytes, write_text
+from ..core.policies import PAPER, PAPER_HELD, policy_from_dict
+from ..inputs import InputError, user_input
+from ..tasks.clrs_text.outcomes import LEFT_OUT, load_evaluation
+from ..tasks.clrs_text.settings import FREE
+from .fig8_views import CAPTION, draw, figure_size, findings, markdown
+from .figures import numbers, render, save_exhibit
+from .paired import Pairs, holm, intervals, mcnemar
+
+NAME = "fig8"
+VARIANTS = ("baseline", "adaptive", "also")
+PARTS = {"in": True, "out": False}
+"""In distribution, which is at sizes of training, and out of it."""
+
+NEEDED = ("--baseline", "--adaptive")
+
+
+def data(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Curves and tests, from evaluations of the same samples: ``baseline``, ``adaptive`` and perhaps ``also``."""
+    check_same(evaluations)
+    first = evaluations["baseline"]
+    content: dict[str, Any] = {
+        "caption": "",
+        "variants": {name: _variant(found) for name, found in evaluations.items()},
+        "settings": first["settings"],
+        "algorithms": {
+            algorithm: {
+                "training_sizes": entry["training_sizes"],
+                "sizes": [int(size) for size in entry["sizes"]],
+                "n": [row["n"] for row in entry["sizes"].values()],
+                "curves": {
+                    name: _curve(found["algorithms"][algorithm]["sizes"].values())
+                    for name, found in evaluations.items()
+                },
+            }
+            for algorithm, entry in first["algorithms"].items()
+        },
+        "comparisons": {
+            name: {part: comparison(first, found, inside) for part, inside in PARTS.items()}
+            for name, found in evaluations.items()
+            if name != "baseline"
+        },
+        "training_differs": _training_differs(evaluations.values()),
+    }
+    content["findings"] = findings(content)
+    return content | {"caption": CAPTION.format(**_caption_words(content))}
+
+
+def check_same(evaluations: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ValueError unless all evaluations are of the same samples in the same way, with the policies they claim."""
+    first = evaluations["baseline"]
+    for name, found in evaluations.items():
+        policy = found["model"]["policy"]
+        if name == "baseline" and policy is not None:
+            raise ValueError(
+                "expected the baseline to be a model with plain softmax, got one with adaptive temperature"
+            )
+        if name == "adaptive" and policy is None:
+            raise ValueError(
+                "expected a model with adaptive temperature beside the baseline, got one with plain softmax"
+            )
+        ours, theirs = _asked(first), _asked(found)
+        if other := [what for what in ours if ours[what] != theirs[what]]:
+            raise ValueError(
+                f"expected evaluations of the same samples, got other {', '.join(other)} for {name} than for baseline"
+            )
+
+
+def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same in evaluations that are compared."""
+    split = found["settings"]["split"]
+    return {
+        "algorithms": list(split["sizes"]),
+        **{what: split[what] for what in ("sizes", "seeds", "samples", "traces")},
+        "length": found["settings"]["length"],
+        "tokenizer": found["model"]["tokenizer"],
+        "questions": found["settings"]["questions"],
+        "dtype": found["model"]["dtype"],
+        "training sizes": {name: entry["training_sizes"] for name, entry in found["algorithms"].items()},
+    }
+
+
+def _variant(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the exhibit tells of a model."""
+    training = found["training"]
+    return {
+        "label": label(found["model"]["policy"]),
+        **found["model"],
+        "training": None if training is None else {key: training[key] for key in training if key != "sizes"},
+        "accuracy": found["accuracy"],
+        "throughput": found["throughput"],
+    }
+
+
+def label(policy: Sequence[Mapping[str, Any]] | None) -> str:
+    """What the policies of a model are called in the figure."""
+    if policy is None:
+        return "softmax"
+    named = {PAPER: "adaptive temperature", PAPER_HELD: "adaptive temperature, range-safe"}
+    rule = policy[-1]
+    where = "" if rule["layers"] is None and rule["heads"] is None else ", in some heads"
+    made = policy_from_dict(dict(rule["policy"]))
+    return named.get(made, f"adaptive temperature, {type(made).__name__}") + where
+
+
+def _curve(rows: Collection[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Means and deviations over the seeds, by size; ``None`` where no sample fits."""
+    keys = ("accuracy", "deviation", "trace_accuracy")
+    return {key: [_number(row[key]) for row in rows] for key in keys}
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None else numbers(value)
+
+
+def comparison(first: Mapping[str, Any], second: Mapping[str, Any], inside: bool) -> dict[str, Any]:
+    """Two models on the same samples, algorithm by algorithm, at sizes of training or at the others.
+
+    A question that repeats counts once. Algorithms without samples of the kind are not in it.
+    """
+    counted = {
+        algorithm: pairs_of(entry["sizes"], second["algorithms"][algorithm]["sizes"], inside)
+        for algorithm, entry in first["algorithms"].items()
+    }
+    counted = {algorithm: pairs for algorithm, pairs in counted.items() if pairs.n}
+    p_values = [mcnemar(pairs.first, pairs.second) for pairs in counted.values()]
+    corrected = holm(p_values)
+    return {
+        "algorithms": {
+            algorithm: {
+                "n": pairs.n,
+                "baseline_right": pairs.both + pairs.first,
+                "right": pairs.both + pairs.second,
+                "baseline_alone": pairs.first,
+                "alone": pairs.second,
+                "difference": numbers(pairs.difference),
+                "p_value": numbers(p),
+                "p_holm": numbers(held),
+            }
+            for (algorithm, pairs), p, held in zip(counted.items(), p_values, corrected, strict=True)
+        },
+        "total": _total(list(counted.values())) if counted else None,
+    }
+
+
+def _total(groups: Sequence[Pairs]) -> dict[str, Any]:
+    """All algorithms together: by sample, and as the mean over algorithms."""
+    everything = Pairs(*(sum(column) for column in zip(*groups, strict=True)))
+    bounds = intervals(groups)
+    return {
+        "n": everything.n,
+        "baseline_accuracy": numbers((everything.both + everything.first) / everything.n),
+        "accuracy": numbers((everything.both + everything.second) / everything.n),
+        "difference": numbers(everything.difference),
+        "interval": numbers(bounds["samples"]),
+        "p_value": numbers(mcnemar(everything.first, everything.second)),
+        "mean_difference": numbers(sum(pairs.difference for pairs in groups) / len(groups)),
+        "mean_interval": numbers(bounds["groups"]),
+    }
+
+
+def pairs_of(first: Mapping[str, Any], second: Mapping[str, Any], inside: bool) -> Pairs:
+    """Samples of one algorithm that both models were asked, a repeated question once."""
+    counts = dict.fromkeys(("00", "01", "10", "11"), 0)
+    for size, row in first.items():
+        if row["in_distribution"] != inside:
+            continue
+        for ours, theirs, distinct in zip(row["final"], second[size]["final"], row["distinct"], strict=True):
+            for a, b, new in zip(ours, theirs, distinct, strict=True):
+                if new == "1" and LEFT_OUT not in (a, b):
+                    counts[a + b] += 1
+    return Pairs(sum(counts.values()), counts["10"], counts["01"], counts["11"])
+
+
+def _training_differs(evaluations: Collection[Mapping[str, Any]]) -> list[str]:
+    """Settings of training, besides the policy, that decide its result and are not the same for all models."""
+    trained = [found["training"]["settings"] for found in evaluations if found["training"] is not None]
+    names = dict.fromkeys(name for settings in trained for name in settings if name not in ("policy", *FREE))
+    return [name for name in names if any(settings.get(name) != trained[0].get(name) for settings in trained)]
+
+
+def _caption_words(content: Mapping[str, Any]) -> dict[str, Any]:
+    split = content["settings"]["split"]
+    variants = content["variants"]
+    differs = content["training_differs"]
+    also = variants.get("also")
+    return {
+        "models": " and ".join(dict.fromkeys(f"{v['name']} ({v['label']})" for v in variants.values())),
+        "traces": "with traces" if split["traces"] else "without traces",
+        "samples": split["samples"],
+        "seeds": len(split["seeds"]),
+        "length": content["settings"]["length"],
+        "also": "" if also is None else f" The green curves are those of {also['label']}.",
+        "differs": f" Training differed in more than the policy: {', '.join(differs)}." if differs else "",
+        "findings": " ".join(content["findings"]),
+    }
+
+
+def run(out: Path, baseline: Path | None = None, adaptive: Path | None = None, also: Path | None = None) -> list[Path]:
+    """Write fig8.png, .pdf, .json and .md into ``out``.
+
+    Args:
+      out: folder for the files.
+      baseline: what ``sharpmax clrs-text evaluate`` wrote of a model with plain softmax: its folder or evaluation.json.
+      adaptive: the same of one with adaptive temperature, on the same samples.
+      also: a third one, to be compared with the baseline too.
+
+    Without evaluations, a fig8.json that is in ``out`` is drawn again, and stays as it is.
+    """
+    if baseline is None and adaptive is None and also is None and (out / f"{NAME}.json").is_file():
+        return _again(out)
+    if baseline is None or adaptive is None:
+        raise InputError(f"expected {' and '.join(NEEDED)}, the folders of two evaluations of CLRS-Text, got not both")
+    given = zip(VARIANTS, (baseline, adaptive, also), strict=True)
+    with user_input():
+        content = data({name: load_evaluation(path) for name, path in given if path is not None})
+    paths = save_exhibit(out, NAME, content, draw, figure_size(content))
+    write_text(out / f"{NAME}.md", markdown(content))
+    return [*paths, out / f"{NAME}.md"]
+
+
+def _again(out: Path) -> list[Path]:
+    """Draw what fig8.json holds."""
+    path = out / f"{NAME}.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        pictures, text = render(content, draw, figure_size(content)), markdown(content)
+    except (ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{path} is not what `sharpmax reproduce fig8` writes ({error!r}): make it again") from error
+    for suffix, picture in pictures.items():
+        write_bytes(out / f"{NAME}.{suffix}", picture)
+    write_text(out / f"{NAME}.md", text)
+    return [out / f"{NAME}.{suffix}" for suffix in (*pictures, "json", "md")]

@@ -1,0 +1,321 @@
+"""Fine-tuning of a language model on CLRS-Text, on one process or several, that goes on after a kill to the same bits.
+
+    OUT/checkpoint.json, OUT/checkpoint-STEP/   where the run stands
+    OUT/log.jsonl                               loss and speed, a line for every few steps
+    OUT/model/                                  the trained model, as transformers reads it; made at the end
+    OUT/training.json                           settings, counts, speed, loss curve; written last
+
+A step never waits for the device: what depends on the data is worked out on the host (:mod:`.loss`), losses are summed
+up on the device, and read when a line is logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...extras import require
+
+for _package in ("torch", "transformers", "accelerate", "safetensors"):
+    require(_package, "models", "sharpmax.tasks.clrs_text.train")
+
+import torch  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import gather_object  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from ...core.files import write_text  # noqa: E402
+from ...core.policies import policy_from_dict  # noqa: E402
+from ...inputs import InputError  # noqa: E402
+from ...provenance import provenance  # noqa: E402
+from . import checkpoints  # noqa: E402
+from .journal import Journal, totals  # noqa: E402
+from .loader import Loader  # noqa: E402
+from .loss import DOCUMENTS, Learner, check_head, prepared  # noqa: E402
+from .models import check_dtype, config_of, encoder_for, find_model, save_model  # noqa: E402
+from .packing import Packer  # noqa: E402
+from .preparation import compile_layers, find_accelerator, find_optimizer, find_samples, resolved  # noqa: E402
+from .schedule import rate_at  # noqa: E402
+from .settings import Settings  # noqa: E402
+from .tokens import Encoder  # noqa: E402
+
+RESULT = "training.json"
+MODEL = "model"
+
+Progress = Callable[[int, int, dict[str, Any] | None], None]
+"""Called with the steps done, the steps in all, and a line of the log where there is a new one."""
+
+
+def train(
+    settings: Settings,
+    out: str | Path,
+    *,
+    minutes: float | None = None,
+    save_dtype: str = "float32",
+    cpu: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any] | None:
+    """Train a model, or go on with a run that was stopped.
+
+    Args:
+      settings: what to train, and how. A folder that holds a run with others is refused.
+      out: the folder of the run.
+      minutes: save and leave after so many; the same call goes on. Told when a line is logged.
+      save_dtype: of the weights in the model's folder.
+      cpu: stay on the CPU where there is a GPU.
+      progress: shown how far it is.
+
+    Returns:
+      What ``training.json`` holds, or ``None`` if time was up before the end.
+    """
+    began = time.monotonic()
+    check_dtype(save_dtype)
+    settings, out = resolved(settings, cpu=cpu), Path(out)
+    if (result := finished(settings, out)) is not None:
+        return result
+    run = Run.begin(settings, out, cpu=cpu)
+    return run.complete(progress, None if minutes is None else began + 60 * minutes, save_dtype)
+
+
+@dataclass
+class _Window:
+    """What happens between two lines of the log."""
+
+    first: int
+    began: float = field(default_factory=time.monotonic)
+    waited: float = 0.0
+    losses: list[Tensor] = field(default_factory=list)
+    norm: Any = None
+
+
+def finished(settings: Settings, out: Path) -> dict[str, Any] | None:
+    """What a finished run with these settings wrote into the folder, if there is one; another one's is refused."""
+    try:
+        result = json.loads((out / RESULT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    settings.check_same(result.get("settings", {}), f"{out} holds a finished run")
+    return result
+
+
+@dataclass
+class Run:
+    """A run: what is trained, and where it stands."""
+
+    settings: Settings
+    out: Path
+    accelerator: Accelerator
+    tokenizer: Any
+    encoder: Encoder
+    network: Any
+    """The model of transformers."""
+    learner: Any
+    """The model with its loss, as Accelerate wrapped it."""
+    optimizer: Any
+    loader: Loader
+    journal: Journal | None
+    step: int = 0
+    seconds: float = 0.0
+    memory: int = 0
+
+    @staticmethod
+    def begin(settings: Settings, out: Path, *, cpu: bool = False) -> Run:
+        """A run at its beginning, or where its last checkpoint left it; ``settings`` are :func:`resolved`."""
+        accelerator = find_accelerator(settings, cpu=cpu)
+        ranks, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+        settings.accumulation(ranks)
+        content = checkpoints.read(out)
+        if content is not None:
+            settings.check_same(content["settings"], f"{out} holds a run")
+            if len(content["processes"]) != ranks:
+                raise ValueError(f"expected {len(content['processes'])} processes, as {out} began with, got {ranks}")
+        samples = find_samples(settings, rank=rank, ranks=ranks)
+        policy = None if settings.policy is None else policy_from_dict(settings.policy)
+        network, tokenizer = find_model(settings.model, policy=policy, seed=settings.seed)
+        if content is not None:
+            checkpoints.check_config(content, config_of(network), out)
+        encoder = encoder_for(tokenizer)
+        check_head(network)
+        network.train()
+        if settings.gradient_checkpointing:
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if settings.compile:
+            compile_layers(network)
+        learner = Learner(network, compile=settings.compile)
+        optimizer = find_optimizer(learner, settings, fused=device.type == "cuda")
+        learner, optimizer = accelerator.prepare(learner, optimizer)
+        packer = Packer(samples, encoder, length=settings.length, answers_only=settings.answers_only)
+        loader = Loader(packer, settings.micro, workers=settings.workers)
+        run = Run(settings, out, accelerator, tokenizer, encoder, network, learner, optimizer, loader, None)
+        if content is not None:
+            run._restore(content)
+        if accelerator.is_main_process:
+            out.mkdir(parents=True, exist_ok=True)
+            run.journal = Journal(out, run.step)
+        return run
+
+    def _restore(self, content: dict[str, Any]) -> None:
+        checkpoints.restore(self.out, content, self.learner, self.optimizer.optimizer)
+        mine = content["processes"][self.accelerator.process_index]
+        self.loader.restore(mine["loader"])
+        checkpoints.set_random_state(mine["random"])
+        self.step, self.seconds, self.memory = content["step"], content["seconds"], content["memory"]
+
+    def complete(
+        self, progress: Progress | None = None, until: float | None = None, save_dtype: str = "float32"
+    ) -> dict[str, Any] | None:
+        """Train to the end and write the results; ``None`` if the time ``until`` came before."""
+        return self.finish(save_dtype) if self.go_on(progress, until) else None
+
+    def go_on(self, progress: Progress | None = None, until: float | None = None) -> bool:
+        """Train to the end, and say whether it was reached before the time ``until`` (of ``time.monotonic``)."""
+        settings, steps = self.settings, self.settings.steps
+        with contextlib.closing(self._batches()) as batches:
+            window = _Window(self.step)
+            while self.step < steps:
+                self._take_step(batches, window)
+                self.step += 1
+                last = self.step == steps
+                saving = self.step % settings.checkpoint_every == 0 and not last
+                line = None
+                if saving or last or self.step % settings.log_every == 0:
+                    line = self._log(window)
+                    late = not last and self._is_late(until)
+                    if saving or late:
+                        self._save()
+                    if late:
+                        return False
+                    window = _Window(self.step)
+                if progress is not None:
+                    progress(self.step, steps, line)
+        return True
+
+    def _batches(self) -> Generator[tuple[dict[str, Tensor], int]]:
+        """What the learner takes, on the device, and how many labels are in it."""
+        device = self.accelerator.device
+        gpu = device.type == "cuda"
+        chunk = self.accelerator.unwrap_model(self.learner).chunk if gpu or self.settings.compile else 1
+        sizes = {"chunk": chunk, "documents": DOCUMENTS if gpu else 1}
+        with contextlib.closing(iter(self.loader)) as batches:  # pyright: ignore[reportArgumentType]
+            for batch in batches:
+                tensors, labels = prepared(batch, **sizes)
+                if gpu:
+                    tensors = {k: v.pin_memory().to(device, non_blocking=True) for k, v in tensors.items()}
+                yield tensors, labels
+
+    def _take_step(self, batches: Iterator[tuple[dict[str, Tensor], int]], window: _Window) -> None:
+        """One step of the optimiser."""
+        settings, accelerator = self.settings, self.accelerator
+        ranks = accelerator.num_processes
+        clock = time.monotonic()
+        parts = [next(batches) for _ in range(settings.accumulation(ranks))]
+        window.waited += time.monotonic() - clock
+        labels: Any = sum(count for _, count in parts)
+        if ranks > 1:  # gradients are means over processes, so the sum over labels is divided by labels / processes
+            total = torch.tensor(float(labels)).to(accelerator.device, non_blocking=True)
+            labels = self._over_processes(total, "sum") / ranks
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate
+        for i, (tensors, _) in enumerate(parts):
+            last = i == len(parts) - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(self.learner):
+                loss = self.learner(**tensors) / labels
+                accelerator.backward(loss)
+            window.losses.append(loss.detach())
+        window.norm = accelerator.clip_grad_norm_(list(self.learner.parameters()), settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def _rate(self) -> float:
+        s = self.settings
+        return rate_at(self.step, s.steps, peak=s.learning_rate, warmup=s.warmup, final=s.final)
+
+    def _log(self, window: _Window) -> dict[str, Any]:
+        """Write a line of the log. Here the host waits for the device."""
+        settings, accelerator = self.settings, self.accelerator
+        rate = self.optimizer.param_groups[0]["lr"]
+        steps = self.step - window.first
+        mean = self._over_processes(torch.stack(window.losses).sum() / steps, "mean").item()
+        if not math.isfinite(mean):
+            raise InputError(
+                f"the loss is no number after step {self.step}, with a learning rate of {rate:.3g}: try a lower one; "
+                f"the last checkpoint is kept"
+            )
+        spent = time.monotonic() - window.began
+        self.seconds += spent
+        if accelerator.device.type == "cuda":
+            self.memory = max(self.memory, torch.cuda.max_memory_allocated(accelerator.device))
+        line = {
+            "step": self.step,
+            "tokens": self.step * settings.batch * settings.length,
+            "loss": mean,
+            "learning_rate": rate,
+            "gradient_norm": float(getattr(window.norm, "full_tensor", lambda: window.norm)()),
+            "tokens_per_second": steps * settings.batch * settings.length / spent,
+            "step_seconds": spent / steps,
+            "data_seconds": window.waited / steps,
+            "seconds": self.seconds,
+            "memory": self.memory or None,
+        }
+        if self.journal is not None:
+            self.journal.add(line)
+        return line
+
+    def _is_late(self, until: float | None) -> bool:
+        """Whether time is up, for any of the processes."""
+        if until is None:
+            return False
+        late = torch.tensor(float(time.monotonic() > until), device=self.accelerator.device)
+        return bool(self._over_processes(late, "sum").item())
+
+    def _over_processes(self, number: Tensor, how: str) -> Tensor:
+        """The ``sum`` or the ``mean`` of a number of every process, which nothing waits for."""
+        reduced = self.accelerator.reduce(number, how)
+        assert isinstance(reduced, Tensor)
+        return reduced
+
+    def _save(self) -> None:
+        mine = {"loader": self.loader.state(), "random": checkpoints.random_state()}
+        record = {
+            "settings": self.settings.to_json(),
+            "config": config_of(self.network),
+            "seconds": self.seconds,
+            "memory": self.memory,
+            "processes": gather_object([mine]),
+        }
+        main = self.accelerator.is_main_process
+        checkpoints.save(self.out, self.step, self.learner, self.optimizer.optimizer, record, main=main)
+        self.accelerator.wait_for_everyone()
+
+    def finish(self, dtype: str = "float32") -> dict[str, Any]:
+        """Write the model and what there is to say of the run; checkpoints are removed."""
+        tensors = checkpoints.weights(self.learner)
+        loaders = gather_object([{"counts": self.loader.counts, "dropped": self.loader.dropped}])
+        result = self._result(loaders)
+        if self.journal is not None:
+            names = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+            save_model(self.network, self.tokenizer, names, self.out / MODEL, dtype)
+            result |= self.journal.summary() | {"provenance": provenance()}
+            write_text(self.out / RESULT, json.dumps(result, indent=1) + "\n")
+            checkpoints.remove(self.out)
+        self.accelerator.wait_for_everyone()
+        return result
+
+    def _result(self, loaders: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "settings": self.settings.to_json(),
+            "split": self.loader.packer.samples.source.split.to_json(),
+            "begin": self.encoder.begin,
+            "parameters": sum(p.numel() for p in self.network.parameters()),
+            "processes": self.accelerator.num_processes,
+            "steps": self.step,
+            "counts": totals(loaders, self.settings.length),
+            "seconds": self.seconds,
+        }

@@ -1,0 +1,68 @@
+"""What a training run is made of: samples, optimiser, compiled layers, and the numbers that its device takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from .benchmark import training as training_split
+from .settings import GENERATED, Settings
+from .stream import Generated, Samples, Stored
+
+
+def resolved(settings: Settings, *, cpu: bool = False) -> Settings:
+    """The settings with the precision that ``auto`` means here."""
+    if settings.precision != "auto":
+        return settings
+    return replace(settings, precision="bf16" if torch.cuda.is_available() and not cpu else "float32")
+
+
+def find_accelerator(settings: Settings, *, cpu: bool = False) -> Accelerator:
+    """What knows the device, the precision and the other processes."""
+    cpu = cpu or not torch.accelerator.is_available()  # else Accelerate sees one process where there are several
+    if not torch.distributed.is_initialized():
+        AcceleratorState._reset_state(reset_partial_state=True)  # of a run before this one, on another device
+    return Accelerator(mixed_precision="bf16" if settings.precision == "bf16" else "no", cpu=cpu)
+
+
+def find_samples(settings: Settings, *, rank: int = 0, ranks: int = 1) -> Samples:
+    """The stream of samples that a process reads."""
+    if settings.data == GENERATED:
+        source = Generated(training_split(settings.traces).only(settings.algorithms, settings.sizes))
+    else:
+        if settings.algorithms is not None or settings.sizes is not None:
+            raise ValueError("expected algorithms and sizes for generated samples only: a folder has its own")
+        source = Stored(settings.data)
+        if source.split.traces != settings.traces:
+            have, want = ("with" if traces else "without" for traces in (source.split.traces, settings.traces))
+            raise ValueError(f"expected samples {want} traces, got {settings.data!r}, which has them {have}")
+    return Samples(source, seed=settings.seed, rank=rank, ranks=ranks)
+
+
+def find_optimizer(model: nn.Module, settings: Settings, *, fused: bool) -> torch.optim.AdamW:
+    """AdamW; norms, biases and embeddings (tied or not) do not decay."""
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    decaying = [p for p in model.parameters() if p.ndim > 1 and id(p) not in embeddings]
+    chosen = set(map(id, decaying))
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    groups = [
+        {"params": decaying, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=fused)
+
+
+def compile_layers(network: Any) -> None:
+    """Let ``torch.compile`` compile every layer on its own, which is quicker than the model as a whole."""
+    layers = getattr(network.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"expected a model with layers to compile, got a {type(network).__name__} without")
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(layers))  # layers may differ in their policy
+    for layer in layers:
+        layer.compile()

@@ -1,0 +1,362 @@
+"""Figure 8 from made-up evaluations: tests against SciPy, repeats counted once, files, refusals, drawing again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from sharpmax.__main__ import main
+from sharpmax.core.policies import PAPER, PAPER_HELD, LogLength
+from sharpmax.inputs import InputError
+from sharpmax.paper import EXHIBITS, Exhibit, fig8, report
+from sharpmax.paper.fig8_views import findings, points, title
+from sharpmax.paper.paired import Pairs, holm, intervals, mcnemar
+from sharpmax.tasks.clrs_text import ALGORITHMS, Split
+from sharpmax.tasks.clrs_text import evaluation as upstream
+from sharpmax.tasks.clrs_text.outcomes import Description, summarise
+
+Chance = Callable[[str, int], float]
+
+
+def rule(policy: Any) -> list[dict[str, Any]]:
+    return [{"policy": policy.to_dict(), "layers": None, "heads": None}]
+
+
+def made_up(split: Split, chance: Chance, policy: Any = None, *, seed: int = 0, repeats: int = 0) -> dict[str, Any]:
+    """An evaluation where answers are right with a chance that depends on algorithm and size.
+
+    The last ``repeats`` samples of each size have one question; every other one of quicksort does not fit above 9.
+    """
+    drawn = np.random.default_rng(seed)
+    cells = {}
+    for (number, algorithm), start in product(enumerate(split.sizes), split.seeds):
+        sizes = {}
+        for size in split.sizes[algorithm]:
+            right = drawn.random(split.samples) < chance(algorithm, size)
+            texts = [
+                "-" if algorithm == "quicksort" and size > 9 and i % 2 else "01"[int(r)] for i, r in enumerate(right)
+            ]
+            tags = [f"{start:02d}{number:02d}{size:02d}{i:02d}" for i in range(split.samples - repeats)]
+            sizes[str(size)] = {
+                "final": "".join(texts),
+                "trace": "".join(texts) if algorithm != "segments_intersect" else None,
+                "too_long": texts.count("-"),
+                "cut": 1,
+                "reply_tokens": 10.0,
+                "questions": "".join(tags + [f"ffff{number:02d}{size:02d}"] * repeats),
+            }
+        totals = {"asked": 100, "prompt_tokens": 1000, "tokens": 500, "seconds": 2.0}
+        cells[algorithm, start] = {
+            "sizes": sizes,
+            **totals,
+            "provenance": {"device": {"gpus": ["NVIDIA H200"], "cpu": "a CPU"}},
+        }
+    described = Description("tiny", 1000, f"weights {seed}", "float32", policy and rule(policy), "tokens")
+    return summarise(cells, described, split, 2048)
+
+
+def falling(lead: float) -> Chance:
+    """Right less and less often with size; a lead at large sizes."""
+    return lambda algorithm, size: min(1.0, max(0.0, 1.05 - size / (20 + 3 * len(algorithm)) + lead * size / 64))
+
+
+FEW = upstream().only(["minimum", "bfs", "quicksort", "segments_intersect"], seeds=(3, 14), samples=12)
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, Any]:
+    return {
+        "baseline": made_up(FEW, falling(0), seed=1, repeats=3),
+        "adaptive": made_up(FEW, falling(0.4), PAPER, seed=2, repeats=3),
+    }
+
+
+def saved(folder: Path, **evaluations: Any) -> dict[str, Path]:
+    paths = {}
+    for name, found in evaluations.items():
+        paths[name] = folder / name
+        paths[name].mkdir(parents=True, exist_ok=True)
+        (paths[name] / "evaluation.json").write_text(json.dumps(found))
+    return paths
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (0, 5), (5, 0), (3, 3), (1, 9), (40, 61), (900, 1000)])
+def test_mcnemar_is_scipys_binomial_test(first: int, second: int) -> None:
+    expected = stats.binomtest(first, first + second).pvalue if first + second else 1.0
+    assert mcnemar(first, second) == pytest.approx(expected, rel=1e-9)
+    assert mcnemar(first, second) == mcnemar(second, first)
+
+
+def test_a_p_value_too_small_for_float_is_zero() -> None:
+    assert mcnemar(0, 3000) == 0.0
+    assert 0 < mcnemar(0, 1000) < 1e-300
+
+
+def test_holm_rejects_what_the_step_down_procedure_rejects() -> None:
+    drawn = np.random.default_rng(0)
+    for _ in range(50):
+        p = (drawn.random(9) ** 3).tolist()
+        level = float(drawn.uniform(0.01, 0.3))
+        rejected: list[float] = []
+        for rank, value in enumerate(sorted(p)):
+            if value > level / (len(p) - rank):
+                break
+            rejected.append(value)
+        assert sorted(x for x, held in zip(p, holm(p), strict=True) if held <= level) == rejected
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([]) == []
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_intervals_are_those_of_resampled_samples() -> None:
+    groups = [Pairs(200, 20, 40, 100), Pairs(50, 5, 0, 45)]
+    values = [np.repeat([1, -1, 0], [g.second, g.first, g.n - g.first - g.second]) for g in groups]
+    found = intervals(groups)
+    for name, statistic in (("groups", _mean_of_means), ("samples", _overall)):
+        wide = stats.norm.ppf(0.975) * _error(name, values)
+        assert found[name] == pytest.approx((statistic(values) - wide, statistic(values) + wide), abs=0.004)
+    assert found == intervals(groups)
+
+
+def _mean_of_means(values: list[np.ndarray]) -> float:
+    return float(np.mean([v.mean() for v in values]))
+
+
+def _overall(values: list[np.ndarray]) -> float:
+    return float(np.concatenate(values).mean())
+
+
+def _error(name: str, values: list[np.ndarray]) -> float:
+    weights = [1 / len(values) / len(v) if name == "groups" else 1 / sum(map(len, values)) for v in values]
+    return float(np.sqrt(sum(w**2 * len(v) * v.var() for w, v in zip(weights, values, strict=True))))
+
+
+def test_pairs_are_by_sample_and_repeats_count_once(two: dict[str, Any]) -> None:
+    content = fig8.data(two)
+    for part, inside in (("in", True), ("out", False)):
+        for algorithm, row in content["comparisons"]["adaptive"][part]["algorithms"].items():
+            counts, seen = np.zeros((2, 2), int), set[tuple[int, str]]()
+            for size, entry in two["baseline"]["algorithms"][algorithm]["sizes"].items():
+                other = two["adaptive"]["algorithms"][algorithm]["sizes"][size]
+                for seed, i in product(range(2), range(12)):
+                    tag = (int(size), f"{seed} {i}" if i < 9 else "one question")
+                    new = tag not in seen
+                    seen.add(tag)
+                    a, b = entry["final"][seed][i], other["final"][seed][i]
+                    if new and a != "-" and entry["in_distribution"] == inside:
+                        counts[int(a), int(b)] += 1
+            assert (row["n"], row["baseline_alone"], row["alone"]) == (counts.sum(), counts[1, 0], counts[0, 1])
+            assert row["right"] == counts[:, 1].sum()
+            assert row["difference"] == pytest.approx((counts[0, 1] - counts[1, 0]) / counts.sum(), abs=1e-5)
+            expected = stats.binomtest(int(counts[0, 1]), int(counts[0, 1] + counts[1, 0])).pvalue
+            assert row["p_value"] == pytest.approx(expected, rel=1e-4)
+    rows = content["comparisons"]["adaptive"]["out"]["algorithms"].values()
+    assert [row["p_holm"] for row in rows] == pytest.approx(holm([row["p_value"] for row in rows]), rel=1e-4)
+    total = content["comparisons"]["adaptive"]["out"]["total"]
+    assert total["n"] == sum(row["n"] for row in rows)
+    assert total["interval"][0] < total["difference"] < total["interval"][1]
+    assert total["mean_difference"] == pytest.approx(np.mean([row["difference"] for row in rows]), abs=1e-5)
+
+
+def test_an_algorithm_whose_questions_repeat_at_every_size_is_not_out_of_distribution() -> None:
+    split = FEW.only(["minimum", "segments_intersect"])
+    evaluations = {"baseline": made_up(split, falling(0)), "adaptive": made_up(split, falling(0.1), PAPER)}
+    for found in evaluations.values():
+        for size, row in found["algorithms"]["segments_intersect"]["sizes"].items():
+            row["distinct"] = [("1" if size == "4" else "0") * 12] * 2
+    content = fig8.data(evaluations)["comparisons"]["adaptive"]
+    assert content["in"]["algorithms"]["segments_intersect"]["n"] == 24
+    assert list(content["out"]["algorithms"]) == ["minimum"]
+
+
+def test_curves_are_means_and_deviations_over_seeds(two: dict[str, Any]) -> None:
+    entry = fig8.data(two)["algorithms"]["quicksort"]
+    rows = two["adaptive"]["algorithms"]["quicksort"]["sizes"]
+    assert entry["sizes"] == list(range(4, 13))
+    assert entry["training_sizes"] == [4, 5, 10]
+    assert entry["n"][-1] == 12
+    shares = [[t.count("1") / (12 - t.count("-")) for t in row["final"]] for row in rows.values()]
+    curve = entry["curves"]["adaptive"]
+    assert curve["accuracy"] == pytest.approx(np.mean(shares, axis=1), rel=1e-4)
+    assert curve["deviation"] == pytest.approx(np.std(shares, axis=1, ddof=1), rel=1e-4)
+
+
+def test_files_of_three_variants_and_the_page(two: dict[str, Any], tmp_path: Path) -> None:
+    also = made_up(FEW, falling(-0.2), PAPER_HELD, seed=3, repeats=3)
+    paths = EXHIBITS["fig8"].run(tmp_path / "out", **saved(tmp_path, **two, also=also))
+    assert [path.name for path in paths] == [f"fig8.{suffix}" for suffix in ("png", "pdf", "json", "md")]
+    content = json.loads(paths[2].read_text())
+    assert [v["label"] for v in content["variants"].values()] == [
+        "softmax", "adaptive temperature", "adaptive temperature, range-safe"
+    ]  # fmt: skip
+    assert set(content["comparisons"]) == {"adaptive", "also"}
+    assert content["findings"] == findings(content)
+    assert len(content["findings"]) == 5
+    for sentence in content["findings"]:
+        assert sentence in content["caption"]
+        assert sentence in paths[3].read_text()
+    assert "range-safe against softmax" in paths[3].read_text()
+    page = report.write(tmp_path / "out").read_text()
+    assert '<section id="fig8"' in page
+    assert "sharpmax reproduce fig8" not in page
+
+
+def test_it_is_drawn_again_from_its_file(two: dict[str, Any], tmp_path: Path) -> None:
+    paths = fig8.run(tmp_path / "out", **saved(tmp_path, **two))
+    before = {path: path.read_bytes() for path in paths}
+    for path in paths:
+        if path.suffix != ".json":
+            path.unlink()
+    assert fig8.run(tmp_path / "out") == paths
+    assert {path: path.read_bytes() for path in paths} == before
+    paths[2].write_text('{"exhibit": "fig8"}')
+    with pytest.raises(InputError, match="is not what `sharpmax reproduce fig8` writes"):
+        fig8.run(tmp_path / "out")
+
+
+def test_sentences_tell_whichever_outcome_there_is() -> None:
+    split = FEW.only(["minimum", "bfs"])
+    right, wrong = (made_up(split, lambda *_, c=c: c, p) for c, p in ((1.0, None), (0.0, PAPER)))
+    said = findings(fig8.data({"baseline": right, "adaptive": wrong}))
+    assert said[0].startswith(
+        "Adaptive temperature, in distribution, is above softmax on 0 of 2 algorithms (0 with p < 0.05) and below on 2 "
+        "(2); the mean difference is \N{MINUS SIGN}100.0 points"
+    )
+    assert "480 samples 0.0% are right against 100.0%" in said[0]
+    only = split.only(sizes=[4])
+    same = fig8.data({"baseline": made_up(only, falling(0)), "adaptive": made_up(only, falling(0), PAPER)})
+    assert (
+        "on 0 of 2 algorithms (0 with p < 0.05) and below on 0 (0); the mean difference is 0.0 points"
+        in same["findings"][0]
+    )
+    assert same["findings"][1] == "No sample is out of distribution."
+    assert points(-0.0123) == "\N{MINUS SIGN}1.2"
+
+
+def changed(found: dict[str, Any], *keys: str, to: Any) -> dict[str, Any]:
+    copied = copy.deepcopy(found)
+    inner = copied
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = to
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("keys", "to", "says"),
+    [
+        (("settings", "split", "samples"), 13, "got other samples for adaptive than for baseline"),
+        (("settings", "split", "seeds"), [3, 35], "got other seeds for"),
+        (("settings", "split", "traces"), False, "got other traces for"),
+        (("settings", "split", "sizes"), {"minimum": [4]}, "got other algorithms, sizes for"),
+        (("settings", "length"), 1024, "got other length for"),
+        (("settings", "questions"), "x", "got other questions for"),
+        (("model", "tokenizer"), "x", "got other tokenizer for"),
+        (("model", "dtype"), "bfloat16", "got other dtype for"),
+        (("algorithms", "bfs", "training_sizes"), [4], "got other training sizes for"),
+        (("model", "policy"), None, "expected a model with adaptive temperature beside the baseline"),
+        (("format",), 99, "expected an evaluation in format 1, got format 99"),
+    ],
+)
+def test_evaluations_of_something_else_are_refused(
+    two: dict[str, Any], tmp_path: Path, keys: tuple[str, ...], to: Any, says: str
+) -> None:
+    paths = saved(tmp_path, baseline=two["baseline"], adaptive=changed(two["adaptive"], *keys, to=to))
+    with pytest.raises(InputError, match=says):
+        fig8.run(tmp_path / "out", **paths)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_mistakes_are_one_sentence(two: dict[str, Any], tmp_path: Path) -> None:
+    paths = saved(tmp_path, **two)
+    with pytest.raises(InputError, match="expected the baseline to be a model with plain softmax"):
+        fig8.run(tmp_path, baseline=paths["adaptive"], adaptive=paths["baseline"])
+    for given in ({}, {"baseline": paths["baseline"]}, {"also": paths["baseline"]}):
+        with pytest.raises(InputError, match=r"^expected --baseline and --adaptive"):
+            fig8.run(tmp_path, **given)
+    with pytest.raises(InputError, match="expected a folder that `sharpmax clrs-text evaluate` made"):
+        fig8.run(tmp_path, baseline=tmp_path / "nowhere", adaptive=paths["adaptive"])
+    (tmp_path / "begun" / "cells").mkdir(parents=True)
+    with pytest.raises(InputError, match="whose evaluation is not complete"):
+        fig8.run(tmp_path, baseline=tmp_path / "begun", adaptive=paths["adaptive"])
+    (paths["baseline"] / "evaluation.json").write_text("{")
+    with pytest.raises(InputError, match="is not an evaluation, or is damaged"):
+        fig8.run(tmp_path, **paths)
+
+
+def test_training_that_differed_in_more_than_the_policy_is_told(two: dict[str, Any]) -> None:
+    trained = {
+        name: changed(found, "training", to={"settings": {"policy": name, "tokens": tokens, "seed": 0}, "sizes": {}})
+        for (name, found), tokens in zip(two.items(), (100, 200), strict=True)
+    }
+    assert "Training differed in more than the policy: tokens." in fig8.data(trained)["caption"]
+    assert fig8.data(two)["training_differs"] == []
+
+
+def test_an_algorithm_of_which_nothing_fits_has_an_empty_panel(tmp_path: Path) -> None:
+    split = FEW.only(["minimum", "bfs"], [4, 6])
+    evaluations = {"baseline": made_up(split, falling(0)), "adaptive": made_up(split, falling(0), PAPER)}
+    for found in evaluations.values():
+        for row in found["algorithms"]["bfs"]["sizes"].values():
+            row |= {"final": ["-" * 12] * 2, "n": 0, "accuracy": None, "deviation": None}
+    content = json.loads(fig8.run(tmp_path, **saved(tmp_path, **evaluations))[2].read_text())
+    assert content["algorithms"]["bfs"]["curves"]["adaptive"]["accuracy"] == [None, None]
+    assert list(content["comparisons"]["adaptive"]["in"]["algorithms"]) == ["minimum"]
+
+
+def test_labels_of_policies() -> None:
+    assert fig8.label(None) == "softmax"
+    assert fig8.label(rule(LogLength.relative(16))) == "adaptive temperature, LogLength"
+    assert fig8.label([{**rule(PAPER)[0], "layers": [0]}]) == "adaptive temperature, in some heads"
+
+
+def test_every_algorithm_has_a_title_of_its_own() -> None:
+    titles = [title(name) for name in ALGORITHMS]
+    assert len(set(titles)) == 30
+    assert not any("_" in text for text in titles)
+    assert max(map(len, titles)) <= 26
+
+
+def test_the_command_and_what_all_does(
+    two: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths, out = saved(tmp_path, **two), tmp_path / "out"
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def command(*words: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 0
+        return capsys.readouterr().out
+
+    def note(self: Any, out: Path, **options: Any) -> list[Path]:
+        asked.append((self.name, options))
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Exhibit, "run", note)
+        assert "fig8: left out, since it is made from results that --baseline and --adaptive name" in command(
+            "reproduce", "all", "--out", str(out)
+        )
+        assert "fig8" not in dict(asked)
+        assert "sharpmax reproduce fig8 --out . --baseline ... --adaptive ..." in _text(out / "index.html")
+    given = ["--baseline", str(paths["baseline"]), "--adaptive", str(paths["adaptive"] / "evaluation.json")]
+    printed = command("reproduce", "fig8", *given, "--out", str(out))
+    assert printed.split() == [str(out / f"fig8.{suffix}") for suffix in ("png", "pdf", "json", "md")]
+    assert '<section id="fig8"' in (out / "index.html").read_text()
+    monkeypatch.setattr(Exhibit, "run", note)
+    command("reproduce", "all", "--out", str(out))
+    assert dict(asked)["fig8"] == {}  # drawn again from its file
+
+
+def _text(page: Path) -> str:
+    return " ".join(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")).split())
