@@ -179,6 +179,7 @@ def show_command(algorithm: str, size: int, *, seed: int = 0, index: int = 0, tr
 
 
 def words_of(text: str | None) -> list[str] | None:
+    """``"minimum,bfs"`` as words."""
     return None if text is None else [word.strip() for word in text.split(",")]
 
 

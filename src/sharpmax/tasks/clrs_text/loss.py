@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...huggingface.masks import Kind
+from ...huggingface.ready import layer_windows, packed_masks
 from .loader import Batch
 from .packing import IGNORED
 
@@ -76,7 +76,7 @@ class Learner(nn.Module):
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.chunk = chunk_of(model.get_output_embeddings().weight.shape[0])
         self._loss = torch.compile(chunk_loss, dynamic=False) if compile else chunk_loss
-        self._windows = _windows(config)
+        layer_windows(config)
         self._no_split_modules = getattr(model, "_no_split_modules", None)  # where FSDP divides a model
 
     def forward(
@@ -86,32 +86,12 @@ class Learner(nn.Module):
         hidden = self.model.base_model(
             input_ids=input_ids,
             position_ids=position_ids,
-            attention_mask=self._mask(starts, input_ids.shape[1]),
+            attention_mask=packed_masks(self.model.config, starts, input_ids.shape[1]),
             use_cache=False,
         ).last_hidden_state
         picked = hidden.flatten(0, 1).index_select(0, places)
         weight = self.model.get_output_embeddings().weight
         return ChunkedLoss.apply(picked, weight, targets, self.chunk, self.softcap, self._loss)
-
-    def _mask(self, starts: Tensor, length: int) -> Any:
-        """Where documents start as a mask of sharpmax's; ``None`` where positions must tell, which waits for a GPU."""
-        if self._windows is None:
-            return None
-        masks = {
-            name: starts[None, None, None].expand(1, 1, Kind(banded=window < length, packed=True).code, -1)
-            for name, window in self._windows.items()
-        }
-        return masks if len(masks) > 1 else masks["full_attention"]
-
-
-def _windows(config: Any) -> dict[str, float] | None:
-    """The sliding window of each kind of layer, if it is known how the model takes its masks."""
-    window = getattr(config, "sliding_window", None)
-    if window is None or not getattr(config, "use_sliding_window", True):
-        return {"full_attention": float("inf")}
-    if config.model_type in ("gemma2", "gemma3_text"):
-        return {"full_attention": float("inf"), "sliding_attention": window}
-    return None
 
 
 def check_head(model: Any) -> None:

@@ -134,6 +134,7 @@ def generate(
 
 
 def cores() -> int:
+    """How many processes can work at the same time."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,0 +1,102 @@
+"""Continuations from slots against transformers' own generation, prompt by prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sharpmax import PAPER
+from sharpmax.huggingface import register, sharpen
+from sharpmax.tasks.clrs_text import generation
+from sharpmax.tasks.clrs_text.generation import generate
+from tests.huggingface import families
+
+register()
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS, LIMITS = [12, 5, 9, 1, 7, 3, 20], [6, 11, 1, 9, 0, 14, 4]
+
+
+def prompts() -> list[list[int]]:
+    ids = families.tokens(len(LENGTHS), max(LENGTHS))
+    return [row[:length].tolist() for row, length in zip(ids, LENGTHS, strict=True)]
+
+
+def alone(model: Any, prompt: list[int], limit: int, end: int | None = None) -> list[int]:
+    """What transformers generates of one prompt, without a cache."""
+    if limit == 0:
+        return []
+    ids = torch.tensor([prompt], device=model.device)
+    settings: dict[str, Any] = {"do_sample": False, "use_cache": False, "pad_token_id": 0, "eos_token_id": end}
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, **settings)
+    found = tokens[0, len(prompt) :].tolist()
+    return found[:-1] if end is not None and found[-1] == end else found
+
+
+@pytest.fixture(params=[7, 3, 1])
+def slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setitem(generation.MOST_SLOTS, DEVICE, request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("family", families.CAUSAL)
+def test_the_same_as_one_by_one(family):
+    model = families.causal(family).to(DEVICE)
+    expected = [alone(model, prompt, limit) for prompt, limit in zip(prompts(), LIMITS, strict=True)]
+    found = dict(generate(model, prompts(), LIMITS, end=(), pad=0, budget=3 * 30))
+    assert [found[i] for i in range(len(LIMITS))] == expected
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_slots_are_used_again(slots, steps, monkeypatch):
+    monkeypatch.setitem(generation.STEPS, DEVICE, steps)
+    monkeypatch.setitem(generation.READ, DEVICE, 25)
+    model = families.causal("llama").to(DEVICE)
+    counts = []
+    made = generation._Slots
+
+    def counted(model, count, *rest):
+        counts.append(count)
+        return made(model, count, *rest)
+
+    monkeypatch.setattr(generation, "_Slots", counted)
+    expected = [alone(model, prompt, limit) for prompt, limit in zip(prompts(), LIMITS, strict=True)]
+    found = list(generate(model, prompts(), LIMITS, end=(), pad=0))
+    assert sorted(i for i, _ in found) == list(range(len(LIMITS)))
+    assert [dict(found)[i] for i in range(len(LIMITS))] == expected
+    assert counts == [min(slots, 6)]
+
+
+def test_a_token_that_ends(slots):
+    model = families.causal("llama").to(DEVICE)
+    free = [alone(model, prompt, 14) for prompt in prompts()]
+    end = free[1][3]
+    expected = [alone(model, prompt, 14, end) for prompt in prompts()]
+    found = dict(generate(model, prompts(), [14] * len(LENGTHS), end={end}, pad=0))
+    assert [found[i] for i in range(len(LENGTHS))] == expected
+    assert len(expected[1]) < 14
+
+
+def test_policies_act_and_nothing_is_held_back():
+    model = families.causal("llama").to(DEVICE)
+    with sharpen(model, PAPER):
+        expected = [alone(model, prompt, 5) for prompt in prompts()]
+        stream = generate(model, prompts(), [5] * len(LENGTHS), end=(), pad=0)
+        first = next(stream)
+        found = dict([first, *stream])
+    assert [found[i] for i in range(len(LENGTHS))] == expected
+    assert torch.is_grad_enabled()
+
+
+def test_refused():
+    model = families.causal("llama")
+    with pytest.raises(ValueError, match="none empty, got 2 and 1"):
+        next(generate(model, [[1], [2]], [3], end=(), pad=0))
+    with pytest.raises(ValueError, match="none empty"):
+        next(generate(model, [[]], [3], end=(), pad=0))
+    stock = families.causal("llama", attention="sdpa")
+    with pytest.raises(ValueError, match="attn_implementation='sharpmax'"):
+        next(generate(stock, [[1]], [3], end=(), pad=0))
+    assert list(generate(model, [], [], end=(), pad=0)) == []
