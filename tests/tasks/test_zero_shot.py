@@ -96,8 +96,8 @@ def test_stretches_have_room_before_them_and_targets_of_their_own() -> None:
 
 def test_answers_of_a_padded_batch_are_those_of_prompts_one_by_one(model: Any, tokenizer: Any) -> None:
     prompts = [maximum_question(n, index=n) for n in (2, 9, 5)]
-    together = zero_shot.answers(model, tokenizer, prompts, budget=10_000)
-    alone = [zero_shot.answers(model, tokenizer, [p], budget=1) for p in prompts]
+    together = zero_shot.answers(model, tokenizer, measures.read(prompts, tokenizer), budget=10_000)
+    alone = [zero_shot.answers(model, tokenizer, measures.read([p], tokenizer), budget=1) for p in prompts]
     assert together["answer_nll"] == pytest.approx(sum(a["answer_nll"] for a in alone) / 3, rel=1e-4)
     assert together["example"]["reply"].startswith(alone[0]["example"]["reply"])
     for prompt, one in zip(prompts, alone, strict=True):
@@ -109,6 +109,27 @@ def test_answers_of_a_padded_batch_are_those_of_prompts_one_by_one(model: Any, t
             said = [ids := torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1) for _ in range(3)][-1]
         reply = tokenizer.decode(said[0, -3:], skip_special_tokens=True)
         assert one["example"]["reply"].startswith(reply)
+
+
+def test_long_prompts_are_not_padded(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = measures.read([maximum_question(n, index=n) for n in (2, 9, 5, 9, 2)], tokenizer)
+    expected = zero_shot.answers(model, tokenizer, questions, budget=10_000)
+    sizes = []
+    left_padded = measures._left_padded
+
+    def watched(rows: Any, *rest: Any) -> Any:
+        sizes.append({len(row) for row in rows})
+        return left_padded(rows, *rest)
+
+    monkeypatch.setattr(measures, "_left_padded", watched)
+    monkeypatch.setattr(measures, "LONG", len(questions[1].prompt))
+    found = zero_shot.answers(model, tokenizer, questions, budget=10_000)
+    assert any(len(lengths) > 1 for lengths in sizes)
+    assert all(len(lengths) == 1 for lengths in sizes if max(lengths) >= measures.LONG)
+    assert found["answer_nll"] == pytest.approx(expected["answer_nll"], rel=1e-4)
+    assert {k: v for k, v in found.items() if k != "answer_nll"} == {
+        k: v for k, v in expected.items() if k != "answer_nll"
+    }
 
 
 class Parrot:
@@ -128,7 +149,7 @@ class Parrot:
 
 def test_right_answers_are_counted(tokenizer: Any) -> None:
     prompts = [Prompt("a", "31"), Prompt("abc", "7"), Prompt("ab", "31")]
-    found = zero_shot.answers(Parrot(tokenizer, " 31. And"), tokenizer, prompts, budget=100)
+    found = zero_shot.answers(Parrot(tokenizer, " 31. And"), tokenizer, measures.read(prompts, tokenizer), budget=100)
     assert (found["right"], found["prompts"], found["exact"]) == (2, 3, 2 / 3)
     assert found["answer_nll"] == pytest.approx(math.log(257) * (3 + 2 + 3) / 3)
 
@@ -261,7 +282,7 @@ def _counting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def test_calibration_prompts_are_not_scored(tokenizer: Any) -> None:
-    scored = {p.text for task in ("needle", "maximum") for p in run.questions(task, 512, tokenizer, SETTINGS)}
+    scored = {p.text for task in ("needle", "maximum") for p in run.prompts(task, 512, tokenizer, SETTINGS)}
     assert not scored & {maximum_question(512, index=run.CALIBRATION + i, shots=5).text for i in range(4)}
     assert SETTINGS.prompts < run.CALIBRATION
 

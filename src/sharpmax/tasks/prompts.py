@@ -120,22 +120,19 @@ def sized(make: Callable[[int], Prompt], tokens: int, tokenizer: Any) -> Prompt:
     def length(size: int) -> int:
         return len(tokenizer(make(size).text, verbose=False).input_ids)
 
-    if (shortest := length(1)) > tokens:
+    low, shortest = 1, length(1)
+    if shortest > tokens:
         raise ValueError(f"expected room for {shortest} tokens, the shortest such prompt, got {tokens}")
-    guess = 1 + int((tokens - shortest) / max(1.0, (length(65) - shortest) / 64))
-    step = 1 + guess // 64
-    low, high = 1, guess
-    while length(high) <= tokens:
-        low, high = high, high + step
-        step *= 2
-    step = 1 + guess // 64
-    while high - step > low and length(high - step) > tokens:
-        high -= step
-        step *= 2
-    low = max(low, high - step)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if length(middle) <= tokens else (low, middle)
+    high, room, rate = None, tokens - shortest, max(1.0, (length(65) - shortest) / 64)
+    while high is None or high - low > 1:  # lengths are nearly linear in sizes, so a few guesses do
+        guess = low + max(1, round(room / rate))
+        if high is not None:
+            guess = min(guess, high - 1)
+        if (found := length(guess)) <= tokens:
+            low, room = guess, tokens - found
+        else:
+            high = guess
+            rate = max(rate, (found - (tokens - room)) / (high - low))
     return make(low)
 
 

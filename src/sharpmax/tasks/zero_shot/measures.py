@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,33 +75,50 @@ def perplexity(
     return {"perplexity": math.exp(mean), "nll_by_segment": losses, "targets": targets}
 
 
+class Question(NamedTuple):
+    """A prompt and its answer in tokens."""
+
+    prompt: list[int]
+    written: list[int]
+    """The answer, as it would follow the prompt."""
+
+    answer: str
+
+
+def read(prompts: Sequence[Prompt], tokenizer: Any) -> list[Question]:
+    """Prompts in tokens."""
+    return [
+        Question(tokenizer(p.text).input_ids, tokenizer(f" {p.answer}", add_special_tokens=False).input_ids, p.answer)
+        for p in prompts
+    ]
+
+
 @torch.no_grad()
-def answers(model: Any, tokenizer: Any, prompts: Sequence[Prompt], budget: int) -> dict[str, Any]:
+def answers(model: Any, tokenizer: Any, questions: Sequence[Question], budget: int) -> dict[str, Any]:
     """How many greedy answers are right, and the mean negative log-probability of the right ones, in nats.
 
     An answer is right if its first word is the number asked for, digit for digit.
     """
-    written = [tokenizer(f" {p.answer}", add_special_tokens=False).input_ids for p in prompts]
-    asked = [tokenizer(p.text).input_ids for p in prompts]
-    replies, surprises = [""] * len(prompts), [0.0] * len(prompts)
-    for chosen in _alike(asked, written, budget):
-        ids, mask = _left_padded([asked[i] for i in chosen], tokenizer, model.device)
-        new = min(MOST_NEW, 1 + max(len(written[i]) for i in chosen))
+    replies, surprises = [""] * len(questions), [0.0] * len(questions)
+    for chosen in _alike(questions, budget):
+        asked = [questions[i] for i in chosen]
+        ids, mask = _left_padded([q.prompt for q in asked], tokenizer, model.device)
+        new = min(MOST_NEW, 1 + max(len(q.written) for q in asked))
         out = model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=_pad(tokenizer)
         )
         for i, row in zip(chosen, out[:, ids.shape[1] :], strict=True):
             replies[i] = tokenizer.decode(row, skip_special_tokens=True)
-        for i, value in zip(chosen, _answer_surprise(model, tokenizer, chosen, asked, written), strict=True):
+        for i, value in zip(chosen, _answer_surprise(model, tokenizer, asked), strict=True):
             surprises[i] = value
-    right = [is_right(reply, prompt.answer) for reply, prompt in zip(replies, prompts, strict=True)]
+    right = [is_right(reply, question.answer) for reply, question in zip(replies, questions, strict=True)]
     return {
         "exact": sum(right) / len(right),
         "right": sum(right),
         "prompts": len(right),
         "answer_nll": math.fsum(surprises) / len(surprises),
-        "tokens": round(sum(map(len, asked)) / len(asked)),
-        "example": {"reply": replies[0], "answer": prompts[0].answer},
+        "tokens": round(sum(len(q.prompt) for q in questions) / len(questions)),
+        "example": {"reply": replies[0], "answer": questions[0].answer},
     }
 
 
@@ -111,17 +128,15 @@ def is_right(reply: str, answer: str) -> bool:
     return found is not None and found[1] == answer
 
 
-def _answer_surprise(
-    model: Any, tokenizer: Any, chosen: Sequence[int], asked: Sequence[list[int]], written: Sequence[list[int]]
-) -> list[float]:
-    ids, mask = _left_padded([asked[i] + written[i] for i in chosen], tokenizer, model.device)
+def _answer_surprise(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[float]:
+    ids, mask = _left_padded([q.prompt + q.written for q in asked], tokenizer, model.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    keep = max(len(written[i]) for i in chosen)
+    keep = max(len(q.written) for q in asked)
     logits = model(
         input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=keep + 1
     ).logits[:, :-1]
     surprise = _surprise(logits, ids[:, -keep:])
-    return [float(row[-len(written[i]) :].sum()) for i, row in zip(chosen, surprise, strict=True)]
+    return [float(row[-len(q.written) :].sum()) for q, row in zip(asked, surprise, strict=True)]
 
 
 def _surprise(logits: Tensor, targets: Tensor) -> Tensor:
@@ -146,14 +161,14 @@ def _pad(tokenizer: Any) -> int:
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
-def _alike(asked: Sequence[list[int]], written: Sequence[list[int]], budget: int) -> Iterator[list[int]]:
-    """Numbers of prompts that go through together, short ones with padding and long ones without any."""
+def _alike(questions: Sequence[Question], budget: int) -> Iterator[list[int]]:
+    """Numbers of questions that go through together, short ones with padding and long ones without any."""
     groups: dict[tuple[int, int], list[int]] = {}
-    for i, (prompt, answer) in enumerate(zip(asked, written, strict=True)):
-        groups.setdefault((len(prompt), len(answer)) if len(prompt) >= LONG else (0, 0), []).append(i)
+    for i, q in enumerate(questions):
+        groups.setdefault((len(q.prompt), len(q.written)) if len(q.prompt) >= LONG else (0, 0), []).append(i)
     for chosen in groups.values():
-        ordered = sorted(chosen, key=lambda i: len(asked[i]))
-        yield from _batches(ordered, budget // (len(asked[ordered[-1]]) + MOST_NEW))
+        ordered = sorted(chosen, key=lambda i: len(questions[i].prompt))
+        yield from _batches(ordered, budget // (len(questions[ordered[-1]].prompt) + MOST_NEW))
 
 
 def _batches(rows: Any, size: int) -> Iterator[Any]:

@@ -147,7 +147,7 @@ class _Work:
         self.subject, self.settings = subject, settings
         self.tokens = measures.text_tokens(subject.tokenizer)
         self.ends = measures.stretch_ends(len(self.tokens), max(settings.lengths), settings.segments)
-        self.prompts: dict[tuple[str, int], list[Prompt]] = {}
+        self.questions: dict[tuple[str, int], list[measures.Question]] = {}
 
     def measure(self, task: str, size: int) -> dict[str, Any]:
         """One cell, with whatever policy is on."""
@@ -157,12 +157,13 @@ class _Work:
             return measures.perplexity(
                 s.model, self.tokens, self.ends, size, targets=targets, bos=s.bos, budget=s.budget
             )
-        if (task, size) not in self.prompts:
-            self.prompts = {(task, size): questions(task, size, s.tokenizer, self.settings)}
-        return measures.answers(s.model, s.tokenizer, self.prompts[task, size], s.budget)
+        if (task, size) not in self.questions:
+            made = prompts(task, size, s.tokenizer, self.settings)
+            self.questions = {(task, size): measures.read(made, s.tokenizer)}
+        return measures.answers(s.model, s.tokenizer, self.questions[task, size], s.budget)
 
 
-def questions(task: str, size: int, tokenizer: Any, settings: Settings) -> list[Prompt]:
+def prompts(task: str, size: int, tokenizer: Any, settings: Settings) -> list[Prompt]:
     """The prompts of a task. Needles stand at evenly spaced depths, from the very beginning to the very end."""
     if task == "maximum":
         return [
