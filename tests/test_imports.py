@@ -41,7 +41,9 @@ def test_numpy_alone_is_enough_for_the_core() -> None:
     assert result.stdout.split()[1] == "2482135594"
 
 
-@pytest.mark.parametrize(("module", "package", "extra"), [("torch", "torch", "torch"), ("flax", "flax", "jax")])
+@pytest.mark.parametrize(
+    ("module", "package", "extra"), [("torch", "torch", "torch"), ("jax", "jax", "jax"), ("flax", "flax", "jax")]
+)
 def test_a_missing_extra_is_named(module: str, package: str, extra: str) -> None:
     result = run(f"import sharpmax.{module}", (package,))
     assert result.returncode != 0
@@ -59,9 +61,10 @@ def test_a_package_broken_inside_is_not_called_missing() -> None:
 def test_every_public_name_exists_and_is_documented() -> None:
     import sharpmax
     import sharpmax.flax
+    import sharpmax.jax
     import sharpmax.torch
 
-    for module in (sharpmax, sharpmax.theory, sharpmax.torch, sharpmax.flax):
+    for module in (sharpmax, sharpmax.theory, sharpmax.torch, sharpmax.jax, sharpmax.flax):
         assert module.__doc__
         for name in module.__all__:
             value = getattr(module, name)

@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -31,6 +32,8 @@ import torch
 
 from sharpmax import RowStats, adaptive_temperature_softmax, row_stats
 from sharpmax.core.policies import policy_from_dict
+from sharpmax.jax import blocks, dot_product_attention
+from sharpmax.jax import row_stats as jax_row_stats
 from sharpmax.torch import row_stats as torch_row_stats
 from sharpmax.torch import scaled_dot_product_attention
 from sharpmax.torch.attention import LARGEST_HEAD
@@ -330,3 +333,49 @@ def jax_jit(case: Case) -> Result:
 @register("jax-gpu", gpu="jax", takes=lambda row: not looks_at_values(row), group=compile_key)
 def jax_gpu(case: Case) -> Result:
     return _jax(case, _jax_jitted(), jax.devices("gpu")[0])
+
+
+_SPLIT = blocks.Sizes(rows=64, keys=100, together=False)
+"""Blocks of which a row of keys has three, the last one partly in the one before it."""
+
+
+def _jax_attention(case: Case, impl: str) -> Result:
+    """All rows are filled up to one length with keys that the mask hides, so that they share a compilation."""
+    dtype, length = DTYPES[case.dtype], LARGEST_HEAD
+    kept, key, value = np.zeros(length, bool), np.zeros((1, length, 1, 16)), np.zeros((1, length, 1, 1))
+    kept[: case.n] = case.kept
+    key[0, : case.n, 0, 0] = np.where(case.kept, case.logits, 0)
+    value[0, : case.n, 0, 0] = case.cotangent
+    query = np.zeros((1, 1, 1, 16))
+    query[..., 0] = 1
+    wide: Any = jax.enable_x64(True) if case.dtype == "float64" else nullcontext()
+    with wide, patch.object(blocks, "CPU", _SPLIT):
+        identity = np.eye(length)[None, :, None]
+        q, k, v, one = (jax.numpy.asarray(x.astype(dtype)) for x in (query, key, value, identity))
+        given: dict[str, Any] = {"mask": jax.numpy.asarray(kept), "scale": 1.0, "impl": impl}
+        stats = jax_row_stats(q, k, with_min=True, **given)
+        given["policy"] = policy_of(case)
+        found = dot_product_attention(q, k, one, return_stats=True, **given)
+        output, pullback = jax.vjp(lambda k: dot_product_attention(q, k, v, **given), k)
+        (gradient,) = pullback(jax.numpy.ones_like(output))
+        row = RowStats(*(field[0, 0, 0] for field in stats if field is not None))
+        return collected(row, found.beta[0, 0, 0], found.output[0, 0, 0, : case.n], gradient[0, : case.n, 0, 0])
+
+
+def _jax_attends(row: dict[str, Any]) -> bool:
+    return _attends(row) and not looks_at_values(row)
+
+
+@register("jax-attention-reference", dtypes=("float32", "float64"), takes=_jax_attends, group=lambda row: row["dtype"])
+def jax_attention_reference(case: Case) -> Result:
+    return _jax_attention(case, "reference")
+
+
+@register(
+    "jax-attention-streaming",
+    dtypes=("float32", "float64", "bfloat16"),
+    takes=_jax_attends,
+    group=lambda row: row["dtype"],
+)
+def jax_attention_streaming(case: Case) -> Result:
+    return _jax_attention(case, "streaming")

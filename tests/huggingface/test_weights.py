@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import sharpmax
@@ -198,6 +199,45 @@ def test_a_folder_is_loaded_as_what_its_config_says(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a folder with a model's weights and tokenizer") as error:
         weights.load(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Change the tensors of a saved model."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_are_not_there_are_not_made_up(tmp_path: Path, tied: bool) -> None:
+    save(LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=tied)), tmp_path)
+    model: Any
+    model, _ = weights.load(tmp_path)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.0.self_attn.q_proj.weight"))
+    with pytest.raises(
+        ValueError, match=r"to hold all weights of the model, got no model\.layers\.0\.self_attn\.q_proj"
+    ):
+        weights.load(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"q_proj\.weight, nor 1 more$"):
+        weights.load(tmp_path)
+
+
+def test_damaged_weights_and_those_of_other_sizes_are_one_sentence(tmp_path: Path) -> None:
+    save(LlamaForCausalLM(LlamaConfig(**SIZE)), tmp_path)
+    config = tmp_path / "config.json"
+    kept = config.read_text()
+    config.write_text(json.dumps(json.loads(kept) | {"intermediate_size": 24}))
+    with pytest.raises(ValueError, match=r"of the sizes in its config, got model.*mlp.* with \[16, 16\] in") as other:
+        weights.load(tmp_path)
+    config.write_text(kept)
+    tensors = tmp_path / "model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="expected a packaged model") as cut:
+        weights.load(tmp_path)
+    assert "\n" not in str(other.value) + str(cut.value)
 
 
 @needs(SMOLLM2)

@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 from sharpmax.__main__ import main
-from sharpmax.core.policies import PAPER, PAPER_HELD, LogLength
+from sharpmax.core.policies import PAPER, PAPER_HELD, Constant, LogLength
 from sharpmax.inputs import InputError
 from sharpmax.paper import EXHIBITS, Exhibit, fig8, report
 from sharpmax.paper.fig8_views import findings, points, title
@@ -45,14 +45,14 @@ def made_up(split: Split, chance: Chance, policy: Any = None, *, seed: int = 0, 
             texts = [
                 "-" if algorithm == "quicksort" and size > 9 and i % 2 else "01"[int(r)] for i, r in enumerate(right)
             ]
-            tags = [f"{start:02d}{number:02d}{size:02d}{i:02d}" for i in range(split.samples - repeats)]
+            tags = [f"0000{start:02d}{number:02d}{size:02d}{i:02d}" for i in range(split.samples - repeats)]
             sizes[str(size)] = {
                 "final": "".join(texts),
                 "trace": "".join(texts) if algorithm != "segments_intersect" else None,
                 "too_long": texts.count("-"),
                 "cut": 1,
                 "reply_tokens": 10.0,
-                "questions": "".join(tags + [f"ffff{number:02d}{size:02d}"] * repeats),
+                "questions": "".join(tags + [f"ffffffff{number:02d}{size:02d}"] * repeats),
             }
         totals = {"asked": 100, "prompt_tokens": 1000, "tokens": 500, "seconds": 2.0}
         cells[algorithm, start] = {
@@ -293,13 +293,38 @@ def test_other_mistakes_are_one_sentence(two: dict[str, Any], tmp_path: Path) ->
         fig8.run(tmp_path, **paths)
 
 
+def trained(policy: Any, *, tokens: int = 100) -> dict[str, Any]:
+    """What an evaluation tells of a training run."""
+    settings = {"policy": policy and policy.to_dict(), "tokens": tokens, "seed": 0}
+    return {"settings": settings, "sizes": {}, "start": "a", "processes": 1}
+
+
 def test_training_that_differed_in_more_than_the_policy_is_told(two: dict[str, Any]) -> None:
-    trained = {
-        name: changed(found, "training", to={"settings": {"policy": name, "tokens": tokens, "seed": 0}, "sizes": {}})
-        for (name, found), tokens in zip(two.items(), (100, 200), strict=True)
-    }
-    assert "Training differed in more than the policy: tokens." in fig8.data(trained)["caption"]
-    assert fig8.data(two)["training_differs"] == []
+    def caption(first: dict[str, Any], second: dict[str, Any]) -> str:
+        given = zip(two.items(), (first, second), strict=True)
+        return fig8.data({name: changed(found, "training", to=training) for (name, found), training in given})[
+            "caption"
+        ]
+
+    plain, paper = trained(None), trained(PAPER)
+    assert "Training was from the same start, and differed in nothing but the policy." in caption(plain, paper)
+    assert "more than the policy: tokens." in caption(plain, trained(PAPER, tokens=200))
+    assert "more than the policy: start, processes." in caption(plain, paper | {"start": "b", "processes": 2})
+
+
+def test_the_caption_says_what_is_known_of_training(two: dict[str, Any]) -> None:
+    caption = fig8.data(two)["caption"]
+    assert "Blue: softmax, at inference; its training is not known." in caption
+    assert "Whether training differed in more than the policy is not known." in caption
+    policies = {"baseline": Constant(1.0), "adaptive": PAPER}
+    known = {name: changed(found, "training", to=trained(policies[name])) for name, found in two.items()}
+    caption = fig8.data(known)["caption"]
+    assert "Blue: softmax, in training and at inference. Red: adaptive temperature, in training and" in caption
+    known["adaptive"] = changed(two["adaptive"], "training", to=trained(None))
+    assert "Red: adaptive temperature, at inference, after training with softmax." in fig8.data(known)["caption"]
+    other = changed(two["adaptive"], "model", "policy", to=rule(LogLength.relative(16)))
+    known["adaptive"] = changed(other, "training", to=trained(LogLength.relative(32)))
+    assert "LogLength, at inference, after training with adaptive temperature, Log" in fig8.data(known)["caption"]
 
 
 def test_an_algorithm_of_which_nothing_fits_has_an_empty_panel(tmp_path: Path) -> None:

@@ -135,7 +135,10 @@ def evaluate(
     samples: Annotated[
         int | None, typer.Option(help="Of each algorithm, size and seed; by default 125.", min=1)
     ] = None,
-    traces: Traces = True,
+    traces: Annotated[
+        bool | None,
+        typer.Option("--traces/--no-traces", help="With the algorithms' steps or without; by default as in training."),
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens that a sample may have.", min=2)] = 2_048,
     dtype: Annotated[str | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help="By default a GPU if there is one.")] = None,

@@ -158,6 +158,7 @@ def load(
     warning says that they are idle.
     """
     require("transformers", "huggingface", "Loading a model")
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoTokenizer
 
     from .interface import register
@@ -170,10 +171,25 @@ def load(
     with _explained(str(name_or_path), OSError, ValueError):
         config = AutoConfig.from_pretrained(where)
         tokenizer = AutoTokenizer.from_pretrained(where)
-    with _explained(str(name_or_path), OSError):
-        model = _auto_class(config).from_pretrained(where, dtype=dtype, **options)
+    with _explained(str(name_or_path), OSError, RuntimeError, SafetensorError):
+        model, found = _auto_class(config).from_pretrained(
+            where, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    _check_whole(str(name_or_path), found)
     warn_if_idle(model)
     return model.eval(), tokenizer
+
+
+def _check_whole(name: str, found: dict[str, Any]) -> None:
+    """Raise ValueError if transformers made random weights in the place of some that were not there."""
+    for key, stored, expected in sorted(found["mismatched_keys"]):
+        raise ValueError(
+            f"expected {name!r} to hold weights of the sizes in its config, got {key} with {list(stored)} in place of "
+            f"{list(expected)}"
+        )
+    if lost := sorted(found["missing_keys"]):
+        more = f", nor {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise ValueError(f"expected {name!r} to hold all weights of the model, got no {lost[0]}{more}")
 
 
 @contextmanager

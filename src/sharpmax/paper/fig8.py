@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.files import write_bytes, write_text
-from ..core.policies import PAPER, PAPER_HELD, policy_from_dict
+from ..core.policies import PAPER, PAPER_HELD, Constant, policy_from_dict
 from ..inputs import InputError, user_input
 from ..tasks.clrs_text.outcomes import LEFT_OUT, load_evaluation
 from ..tasks.clrs_text.settings import FREE
-from .fig8_views import CAPTION, draw, figure_size, findings, markdown
+from .fig8_views import CAPTION, color_sentence, draw, figure_size, findings, markdown, training_sentence
 from .figures import numbers, render, save_exhibit
 from .paired import Pairs, holm, intervals, mcnemar
 
@@ -49,7 +49,7 @@ def data(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             for name, found in evaluations.items()
             if name != "baseline"
         },
-        "training_differs": _training_differs(evaluations.values()),
+        "training_differs": training_differs(evaluations.values()),
     }
     content["findings"] = findings(content)
     return content | {"caption": CAPTION.format(**_caption_words(content))}
@@ -91,9 +91,12 @@ def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _variant(found: Mapping[str, Any]) -> dict[str, Any]:
     """What the exhibit tells of a model."""
-    training = found["training"]
+    training, policy = found["training"], found["model"]["policy"]
+    before = None if training is None else _rules(training["settings"]["policy"])
     return {
-        "label": label(found["model"]["policy"]),
+        "label": label(policy),
+        "trained_as": None if training is None else label(before),
+        "as_trained": None if training is None else before == policy,
         **found["model"],
         "training": None if training is None else {key: training[key] for key in training if key != "sizes"},
         "accuracy": found["accuracy"],
@@ -181,26 +184,37 @@ def pairs_of(first: Mapping[str, Any], second: Mapping[str, Any], inside: bool) 
     return Pairs(sum(counts.values()), counts["10"], counts["01"], counts["11"])
 
 
-def _training_differs(evaluations: Collection[Mapping[str, Any]]) -> list[str]:
-    """Settings of training, besides the policy, that decide its result and are not the same for all models."""
-    trained = [found["training"]["settings"] for found in evaluations if found["training"] is not None]
-    names = dict.fromkeys(name for settings in trained for name in settings if name not in ("policy", *FREE))
-    return [name for name in names if any(settings.get(name) != trained[0].get(name) for settings in trained)]
+def _rules(policy: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
+    """The policy of a training run's settings as a model's config has it; ``None`` for plain softmax."""
+    if policy is None or policy_from_dict(dict(policy)) == Constant(1.0):
+        return None
+    return [{"policy": policy, "layers": None, "heads": None}]
+
+
+def training_differs(evaluations: Collection[Mapping[str, Any]]) -> list[str] | None:
+    """What decides the result of training, besides the policy, and is not the same for all models.
+
+    ``None`` where nothing is known of the training of one of them.
+    """
+    trained = [found["training"] for found in evaluations]
+    if any(training is None for training in trained):
+        return None
+    decide = [{key: one[key] for key in ("start", "processes")} | one["settings"] for one in trained]
+    names = dict.fromkeys(name for settings in decide for name in settings if name not in ("policy", *FREE))
+    return [name for name in names if any(settings.get(name) != decide[0].get(name) for settings in decide)]
 
 
 def _caption_words(content: Mapping[str, Any]) -> dict[str, Any]:
     split = content["settings"]["split"]
     variants = content["variants"]
-    differs = content["training_differs"]
-    also = variants.get("also")
     return {
         "models": " and ".join(dict.fromkeys(f"{v['name']} ({v['label']})" for v in variants.values())),
         "traces": "with traces" if split["traces"] else "without traces",
         "samples": split["samples"],
         "seeds": len(split["seeds"]),
         "length": content["settings"]["length"],
-        "also": "" if also is None else f" The green curves are those of {also['label']}.",
-        "differs": f" Training differed in more than the policy: {', '.join(differs)}." if differs else "",
+        "colors": " ".join(color_sentence(name, variant) for name, variant in variants.items()),
+        "training": training_sentence(content["training_differs"]),
         "findings": " ".join(content["findings"]),
     }
 

@@ -15,6 +15,7 @@ COLUMNS = 5
 PANEL_HEIGHT = 1.2
 RED = "#C8102E"
 COLORS = {"baseline": BLUE, "adaptive": RED, "also": GREEN}
+WORDS = {"baseline": "Blue", "adaptive": "Red", "also": "Green"}
 SIGNIFICANT = 0.05
 PARTS = {"in": "in distribution", "out": "out of distribution"}
 SIGNED = "\N{MINUS SIGN}"
@@ -39,14 +40,32 @@ TITLES = {
 """Names in words, where the plain name without underscores would not do."""
 
 CAPTION = (
-    "Exact match of the final answer on CLRS-Text ({traces}) against size: {models}. Blue: softmax. Red: adaptive "
-    "temperature in training and at inference.{also} Greedy answers to {samples} samples of each size for each of "
-    "{seeds} seeds, the same ones for every model; lines are means and bands standard deviations over the seeds. "
+    "Exact match of the final answer on CLRS-Text ({traces}) against size: {models}. {colors} {training} Greedy "
+    "answers to {samples} samples of each size for each of {seeds} seeds, the same ones for every model; lines are "
+    "means and bands standard deviations over the seeds. "
     "Dotted: sizes of training. Only samples that fit {length:,} tokens are asked. The numbers in a panel are the "
     "differences from the baseline, in points, at sizes of training and at other sizes, a question that repeats "
-    "counted once; a star means p < 0.05 (McNemar's exact test, Holm's correction over the algorithms).{differs} "
-    "{findings}"
+    "counted once; a star means p < 0.05 (McNemar's exact test, Holm's correction over the algorithms). {findings}"
 )
+
+
+def color_sentence(name: str, variant: Mapping[str, Any]) -> str:
+    """What a curve is of: the attention at inference, and in training as far as it is known."""
+    where = {
+        None: "at inference; its training is not known",
+        True: "in training and at inference",
+        False: f"at inference, after training with {variant['trained_as']}",
+    }[variant["as_trained"]]
+    return f"{WORDS[name]}: {variant['label']}, {where}."
+
+
+def training_sentence(differs: Sequence[str] | None) -> str:
+    """Whether models were trained in the same way."""
+    if differs is None:
+        return "Whether training differed in more than the policy is not known."
+    if not differs:
+        return "Training was from the same start, and differed in nothing but the policy."
+    return f"Training differed in more than the policy: {', '.join(differs)}."
 
 
 def title(algorithm: str) -> str:
@@ -63,7 +82,7 @@ def findings(data: Mapping[str, Any]) -> list[str]:
             sentences += _compared(who[:1].upper() + who[1:], words, parts[part])
     return [
         *sentences,
-        "Each model is one training run: tests and intervals are about other samples, not about other runs.",
+        "Each curve is of one model: tests and intervals are about other samples, not about other training runs.",
     ]
 
 

@@ -6,27 +6,21 @@ import dataclasses
 import gzip
 import json
 import multiprocessing
-import random
-from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from sharpmax.core.policies import PAPER, Constant
 from sharpmax.huggingface import register, sharpen
-from sharpmax.inputs import InputError
 from sharpmax.tasks import clrs_text
 from sharpmax.tasks.clrs_text import CharacterTokenizer, Encoder, Sample, accuracy, cells, generate_samples, outcomes
 from sharpmax.tasks.clrs_text.accuracy import Settings, evaluate
 from sharpmax.tasks.clrs_text.cells import Cell, cell_samples
-from sharpmax.tasks.clrs_text.evaluation_command import evaluate_command, find_subject
-from sharpmax.tasks.clrs_text.models import character_tokenizer
+from tests.tasks.clrs_text.students import Student, even, tiny_model
 
 SETTINGS = Settings(algorithms=("minimum", "segments_intersect"), sizes=(4, 5, 6), seeds=(3, 14), samples=4)
-Say = Callable[[Sample], str]
 
 
 @pytest.fixture(scope="module")
@@ -36,45 +30,7 @@ def encoder() -> Encoder:
 
 @pytest.fixture
 def model() -> Any:
-    torch.manual_seed(0)
-    vocabulary = len(CharacterTokenizer())
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        )
-    ).eval()  # fmt: skip
-
-
-class Student:
-    """Answers the questions of a set with what it was told to say, in any order; tells what it was asked."""
-
-    def __init__(self, encoder: Encoder, settings: Settings, say: Say, *, stop_after: int | None = None) -> None:
-        split = settings.split
-        samples = [s for a in split.sizes for seed in split.seeds for s in cell_samples(Cell(a, seed), split)]
-        self.known = {tuple(p): s for p, s in zip(encoder.prompts(samples), samples, strict=True)}
-        self.encoder, self.say, self.stop_after = encoder, say, stop_after
-        self.asked: list[Sample] = []
-        self.limits: list[int] = []
-
-    def __call__(
-        self, model: Any, prompts: Sequence[list[int]], limits: Sequence[int], *, end: Collection[int], pad: int
-    ) -> Iterator[tuple[int, list[int]]]:
-        assert (set(end), pad) == ({2}, 0)
-        order = list(range(len(prompts)))
-        random.Random(0).shuffle(order)
-        for done, i in enumerate(order if self.stop_after is None else sorted(order)):
-            if done == self.stop_after:
-                raise KeyboardInterrupt
-            sample = self.known[tuple(prompts[i])]
-            self.asked.append(sample)
-            self.limits.append(limits[i])
-            yield i, self.encoder.tokenizer(self.say(sample))["input_ids"][: limits[i]]
-
-
-def even(sample: Sample) -> str:
-    """Right for samples with an even index."""
-    return "nonsense | 77\n\n" if sample.index % 2 else sample.answer
+    return tiny_model()
 
 
 def test_answers_are_scored_sample_by_sample(model: Any, encoder: Encoder, tmp_path: Path) -> None:
@@ -248,89 +204,42 @@ def test_settings_that_cannot_be_asked_are_refused(changes: dict[str, Any], says
         Settings(**changes)
 
 
-@pytest.fixture
-def trained(model: Any, tmp_path: Path) -> Path:
-    """The folder of a training run, of a model that was trained with the paper's policy on one size."""
-    run = tmp_path / "run"
-    with sharpen(model, PAPER):
-        model.save_pretrained(run / "model")
-    character_tokenizer().save_pretrained(run / "model")
-    training = {"settings": {"tokens": 1000, "policy": PAPER.to_dict()}, "split": {"sizes": {"minimum": [5]}}}
-    training |= {"counts": {"tokens": 1024}, "provenance": None, "curve": {"loss": [3.0]}}
-    (run / "training.json").write_text(json.dumps(training))
-    return run
-
-
-ASKED: dict[str, Any] = {"algorithms": "minimum,bfs", "sizes": "4-5", "seeds": "3,14", "samples": 2}
-
-
-def test_the_command_evaluates_a_training_run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(("minimum", "bfs"), (4, 5), (3, 14), 2)
-    models: list[Any] = []
-
-    def generate(model: Any, *arguments: Any, **options: Any) -> Any:
-        models.append(model)
-        return Student(Encoder(CharacterTokenizer()), settings, even)(model, *arguments, **options)
-
-    monkeypatch.setattr(accuracy, "_generate", generate)
-    lines = evaluate_command(str(trained), tmp_path / "out", **ASKED)
-    assert lines[0] == "run: 16 samples of 2 algorithms, 0 more are longer than 2,048 tokens and left out"
-    assert lines[1] == "  right at training sizes: 50.0%, the mean over algorithms"
-    assert "generated tokens/s" in lines[4]
-    assert lines[-1] == str(tmp_path / "out" / "evaluation.json")
-    report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert report["model"]["policy"] == [{"policy": PAPER.to_dict(), "layers": None, "heads": None}]
-    assert report["training"]["counts"] == {"tokens": 1024}
-    inside = {a: [row["in_distribution"] for row in e["sizes"].values()] for a, e in report["algorithms"].items()}
-    assert inside == {"minimum": [False, True], "bfs": [False, False]}
-    (model,) = models
-    assert (model.config._attn_implementation, model.dtype, model.training) == ("sharpmax", torch.float32, False)
-    assert evaluate_command(str(trained / "model"), tmp_path / "out", **ASKED) == lines
-    assert len(models) == 1
-
-
-def test_a_model_without_policies_has_plain_softmax(model: Any, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "plain")
-    character_tokenizer().save_pretrained(tmp_path / "plain")
-    network, encoder = find_subject(str(tmp_path / "plain"))
-    assert network.config._attn_implementation == "sharpmax"
-    assert accuracy.active_rules(network) is None
-    assert encoder.before == []
-
-
 @pytest.mark.parametrize(
-    ("options", "says"),
+    "change",
     [
-        ({"algorithms": "minimum,bogosort"}, "got 'bogosort'"),
-        ({"sizes": "4,many"}, "expected sizes to be whole numbers"),
-        ({"seeds": "x"}, "expected seeds to be whole numbers"),
-        ({"samples": 0}, "at least one sample"),
-        ({"length": 0}, "expected a length of at least 2"),
-        ({"dtype": "int8"}, "expected dtype to be one of float32, bfloat16, float16, got 'int8'"),
-        ({"device": "nowhere"}, "expected a device that torch has here, got 'nowhere'"),
-        ({"model": "no/such/folder"}, "expected a packaged model"),
+        lambda cell: cell["sizes"]["4"].update(final="10"),
+        lambda cell: cell["sizes"]["5"].update(trace="1"),
+        lambda cell: cell["sizes"]["4"].update(questions="0123"),
+        lambda cell: cell["sizes"]["4"].update(final="1?1"),
+        lambda cell: cell["sizes"].pop("5"),
+        lambda cell: cell.pop("seconds"),
     ],
 )
-def test_bad_arguments_are_one_sentence(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    given = {"model": str(trained), **ASKED, **options}
-    with pytest.raises(InputError, match=says) as raised:
-        evaluate_command(out=tmp_path / "out", **given)
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "out").exists()
+def test_a_cell_that_lost_outcomes_is_named(model: Any, encoder: Encoder, tmp_path: Path, change: Any) -> None:
+    few = Settings(algorithms=("minimum",), sizes=(4, 5), seeds=(3,), samples=3)
+    evaluate(model, encoder, few, tmp_path, generate=Student(encoder, few, even))
+    path = tmp_path / "cells" / "minimum_3.json"
+    cell = json.loads(path.read_text())
+    change(cell)
+    path.write_text(json.dumps(cell))
+    with pytest.raises(ValueError, match=r"minimum_3\.json is damaged: delete it"):
+        evaluate(model, encoder, few, tmp_path, generate=Student(encoder, few, even))
 
 
-def test_a_damaged_report_of_training_and_cells_of_another_model_are_refused(trained: Path, tmp_path: Path) -> None:
-    cell = tmp_path / "out" / "cells" / "minimum_3.json"
-    cell.parent.mkdir(parents=True)
-    cell.write_text(json.dumps({"settings": {"weights": "others"}}))
-    with pytest.raises(InputError, match=r"holds results with other .*weights"):
-        evaluate_command(str(trained), tmp_path / "out", **ASKED)
-    (trained / "training.json").write_text("[]")
-    with pytest.raises(InputError, match="is not the report of a training run"):
-        evaluate_command(str(trained), tmp_path / "out", **ASKED)
+def test_a_reply_that_was_cut_off_is_right_only_with_its_end(model: Any, encoder: Encoder, tmp_path: Path) -> None:
+    few = Settings(algorithms=("minimum",), sizes=(4,), seeds=(3,), samples=2)
+    (first, *_) = generate_samples("minimum", 4, 3, count=1)
+    (document,) = encoder([first])
+    final = first.answer.rpartition("|")[2].strip()
+
+    def say(sample: Sample) -> str:
+        if sample.index:
+            return sample.answer + "9" * 1000  # cut off, but after its end
+        limit = cells.longest_reply(len(document.ids) - document.question)
+        return "1" * (limit - len(final) - 3) + " | " + final + "77"  # all that is read of it is the right answer
+
+    rows = evaluate(model, encoder, few, tmp_path, generate=Student(encoder, few, say))["algorithms"]["minimum"]
+    assert (rows["sizes"]["4"]["final"], rows["sizes"]["4"]["cut"]) == (["01"], 2)
 
 
 def test_the_sets_of_the_package_stay_functions() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -33,6 +35,15 @@ def alone(model: Any, prompt: list[int], limit: int, end: int | None = None) -> 
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, **settings)
     found = tokens[0, len(prompt) :].tolist()
     return found[:-1] if end is not None and found[-1] == end else found
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models are so small that threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=[7, 3, 1])
@@ -88,6 +99,64 @@ def test_policies_act_and_nothing_is_held_back():
         found = dict([first, *stream])
     assert [found[i] for i in range(len(LENGTHS))] == expected
     assert torch.is_grad_enabled()
+
+
+def test_slots_stay_from_call_to_call_while_they_suffice(monkeypatch):
+    model = families.causal("llama").to(DEVICE)
+    made, counts = generation._Slots, []
+    monkeypatch.setattr(generation, "_Slots", lambda model, *size: counts.append(size[:2]) or made(model, *size))
+    answer = generation.Generation()
+
+    def check(which: list[int], limit: int) -> None:
+        some = [prompts()[i] for i in which]
+        found = dict(answer(model, some, [limit] * len(some), end=(), pad=0))
+        assert [found[i] for i in range(len(some))] == [alone(model, prompt, limit) for prompt in some]
+
+    check([0, 1, 2], 4)
+    check([4, 5], 4)
+    assert counts == [(3, 16)]
+    check([1, 2, 3, 4], 3)  # more prompts
+    assert counts == [(3, 16), (4, 16)]
+    check([6], 2)  # a longer one
+    assert counts == [(3, 16), (4, 16), (1, 22)]
+
+
+def test_nothing_keeps_slots_that_nobody_needs():
+    slots = generation._Slots(families.causal("llama").to(DEVICE), 2, 8, 0)
+    slots.read([0], [[1, 2]])
+    slots.write(1)
+    gone = weakref.ref(slots)
+    gc.disable()
+    try:
+        del slots
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_another_gpu_than_the_current_one():
+    model = families.causal("llama").to("cuda:1")
+    expected = [alone(model, prompt, 5) for prompt in prompts()]
+    found = dict(generate(model, prompts(), [5] * len(LENGTHS), end=(), pad=0))
+    assert [found[i] for i in range(len(LENGTHS))] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_model_that_cannot_be_captured_runs_step_by_step(monkeypatch):
+    model = families.causal("llama").to(DEVICE)
+
+    class Refusing:
+        def __init__(self, graph):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", Refusing)
+    expected = [alone(model, prompt, 5) for prompt in prompts()]
+    with pytest.warns(UserWarning, match="a LlamaForCausalLM cannot be captured as a CUDA graph"):
+        found = dict(generate(model, prompts(), [5] * len(LENGTHS), end=(), pad=0))
+    assert [found[i] for i in range(len(LENGTHS))] == expected
 
 
 def test_refused():

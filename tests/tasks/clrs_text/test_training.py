@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from sharpmax import PAPER
@@ -20,12 +21,10 @@ from sharpmax.huggingface import Rule, stored_rules
 from sharpmax.huggingface.weights import load
 from sharpmax.inputs import InputError
 from sharpmax.tasks.clrs_text import checkpoints, generate
-from sharpmax.tasks.clrs_text.fine_tuning import train
-from sharpmax.tasks.clrs_text.models import SCRATCH_CONFIG, find_model
-from sharpmax.tasks.clrs_text.preparation import find_optimizer, find_samples
-from sharpmax.tasks.clrs_text.schedule import rate_at
+from sharpmax.tasks.clrs_text.fine_tuning import Run, train
+from sharpmax.tasks.clrs_text.models import SCRATCH_CONFIG
+from sharpmax.tasks.clrs_text.preparation import find_samples
 from sharpmax.tasks.clrs_text.settings import Settings
-from sharpmax.tasks.clrs_text.training_command import train_command
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -159,23 +158,38 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, tin
     assert train(tiny, out, cpu=True) is not None
 
 
+TWICE = """
+import os, shutil, sys
+from pathlib import Path
+from sharpmax.tasks.clrs_text.training_command import train_command
+
+folder = Path(sys.argv[1])
+given = {"settings": folder / "settings.json", "cpu": True}
+for line in train_command(folder / "together", minutes=1e-9, **given):
+    print(line)
+if os.environ["RANK"] == "0":
+    shutil.copytree(folder / "together", folder / "stopped")
+for line in train_command(folder / "together", **given):
+    print(line)
+"""
+"""A run that is left and goes on, in processes that stay: starting them takes longer than all else."""
+
+
 def test_two_processes_agree_with_one(tmp_path, tiny):
     alone, together = tmp_path / "alone", tmp_path / "together"
     train(replace(tiny, workers=2), alone, cpu=True)  # worker and process number i have the same samples
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    arguments = command(tiny, together)
-    stopped = subprocess.run(
-        [*launch, *arguments, "--minutes", "1e-9"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True,
-        check=False, timeout=300,
-    )  # fmt: skip
-    assert stopped.returncode == 0, stopped.stderr[-3000:]
-    assert stopped.stdout.count("time is up") == 1
-    with pytest.raises(ValueError, match=r"expected 2 processes, as .* began with, got 1"):
-        train(tiny, together, cpu=True)
+    (tmp_path / "settings.json").write_text(json.dumps(tiny.to_json() | {"model": tiny.model}))
+    (tmp_path / "script.py").write_text(TWICE)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [*launch, *arguments], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300
+        [*launch, str(tmp_path / "script.py"), str(tmp_path)], cwd=ROOT, env=ENVIRONMENT, capture_output=True,
+        text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("time is up") == 1
+    assert done.stdout.count("8 steps") == 1
+    with pytest.raises(ValueError, match=r"expected 2 processes, as .* began with, got 1"):
+        train(tiny, tmp_path / "stopped", cpu=True)
     for name, tensor in weights(together).items():
         torch.testing.assert_close(tensor, weights(alone)[name], rtol=1e-4, atol=1e-6)
     one, two = (json.loads((out / "training.json").read_text()) for out in (alone, together))
@@ -241,6 +255,11 @@ def test_a_checkpoint_of_another_model_or_damaged_is_refused(tmp_path, tiny):
     with pytest.raises(ValueError, match="of a model with intermediate_size 64 in place of 48"):
         train(tiny, out, cpu=True)
     Path(tiny.model).write_text(json.dumps(config))
+    checkpoint = json.loads((out / "checkpoint.json").read_text())
+    (out / "checkpoint.json").write_text(json.dumps({k: v for k, v in checkpoint.items() if k != "processes"}))
+    with pytest.raises(ValueError, match=r"checkpoint\.json is damaged: expected the fields .*, got no processes"):
+        train(tiny, out, cpu=True)
+    (out / "checkpoint.json").write_text(json.dumps(checkpoint))
     tensors = out / "checkpoint-00000002" / "model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"expected .*model.safetensors to be the tensors of a checkpoint"):
@@ -255,66 +274,23 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, tiny):
         train(replace(tiny, learning_rate=1e18, warmup=0.0), tmp_path / "run", cpu=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"policy": "sharp"}, "expected the policy to be none, paper, paper-held or a policy file, got 'sharp'"),
-        ({"algorithms": "bogosort"}, "bogosort"),
-        ({"sizes": "four"}, "expected sizes to be whole numbers"),
-        ({"tokens": 0}, "expected tokens to be at least 1, got 0"),
-        ({"precision": "fp8"}, "expected precision to be one of auto, bf16, float32, got 'fp8'"),
-        ({"batch": 5, "micro": 2}, "expected the batch to be a multiple of 2 sequences on each of 1 processes, got 5"),
-        ({"minutes": 0.0}, "expected more than 0 minutes, got 0"),
-        ({"save_dtype": "int8"}, "expected the saved weights to be float32 or bfloat16, got 'int8'"),
-        ({"model": "nothing.json"}, "expected a file with the config of a model, got 'nothing.json'"),
-        ({"settings": Path("nothing.json")}, "expected a file of settings, got 'nothing.json': No such file"),
-        ({"data": "nothing"}, "nothing"),
-    ],
-)
-def test_what_cannot_be_used_is_said_in_a_sentence(tmp_path, monkeypatch, options, match):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=match) as told:
-        train_command(tmp_path / "run", cpu=True, **{"model": "scratch", **options})
-    assert "\n" not in str(told.value)
-    assert not (tmp_path / "run").exists()
+def test_a_gradient_that_is_no_number_ends_the_run_and_is_not_saved(tmp_path, tiny, monkeypatch):
+    clip, calls = Accelerator.clip_grad_norm_, []
+
+    def broken(self, *arguments):
+        calls.append(clip(self, *arguments))
+        return calls[-1] * (float("nan") if len(calls) == 5 else 1)  # the first of two steps until a line of the log
+
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", broken)
+    with pytest.raises(InputError, match=r"the gradient is no number after step 6, with a learning rate of .*: try"):
+        train(tiny, tmp_path / "run", cpu=True)
+    assert json.loads((tmp_path / "run" / "checkpoint.json").read_text())["step"] == 3
 
 
-def test_settings_of_a_file_come_after_options(tmp_path, tiny):
-    path = tmp_path / "settings.json"
-    path.write_text(json.dumps({"model": tiny.model, "tokens": 768, "batch": 4, "micro": 2, "length": 192, "seed": 5}))
-    said = train_command(tmp_path / "run", settings=path, cpu=True, seed=6, policy="none", algorithms="minimum")
-    result = json.loads((tmp_path / "run" / "training.json").read_text())
-    assert (result["settings"]["seed"], result["settings"]["policy"], result["steps"]) == (6, None, 1)
-    assert "1 steps, 768 tokens" in said[0]
-    path.write_text(json.dumps({"tokns": 768}))
-    with pytest.raises(InputError, match=r"expected settings of a run to be among .*, got tokns"):
-        train_command(tmp_path / "run", settings=path, cpu=True)
-    path.write_text(json.dumps({"tokens": "many"}))
-    with pytest.raises(InputError, match="expected numbers, texts and lists"):
-        train_command(tmp_path / "run", settings=path, cpu=True)
+def test_a_device_without_memory_is_one_sentence(tmp_path, tiny, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMany lines.")
 
-
-def test_settings_are_json_both_ways():
-    settings = Settings(policy=PAPER.to_dict(), algorithms=("bfs", "minimum"), sizes=(4, 9))
-    assert Settings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
-    assert Settings(tokens=2 * 64 * 2048 + 1).steps == 3
-
-
-def test_only_matrices_decay(tiny):
-    model, _ = find_model(tiny.model)
-    decaying, others = find_optimizer(model, tiny, fused=False).param_groups
-    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert all("_proj" in names[id(p)] for p in decaying["params"])
-    assert {names[id(p)].split(".")[-2] for p in others["params"]} == {
-        "embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"
-    }  # fmt: skip
-
-
-def test_the_learning_rate_rises_and_falls():
-    rates = [rate_at(step, 100, peak=2.0, warmup=0.1, final=0.25) for step in range(101)]
-    assert rates[0] == pytest.approx(0.2)
-    assert rates[9] == rates[10] == max(rates) == 2.0
-    assert rates[55] == pytest.approx((2.0 + 0.5) / 2)
-    assert rates[100] == pytest.approx(0.5)
-    assert rate_at(0, 1, peak=2.0, warmup=0.0, final=0.1) == 2.0
+    monkeypatch.setattr(Run, "_take_step", full)
+    with pytest.raises(InputError, match="no memory for 2 sequences of 192 tokens at a time: try a smaller --micro"):
+        train(tiny, tmp_path / "run", cpu=True)

@@ -11,7 +11,8 @@ import torch
 
 from sharpmax import PAPER
 from sharpmax.tasks.clrs_text import TrainingSettings, train
-from sharpmax.tasks.clrs_text.fine_tuning import Run, _Window
+from sharpmax.tasks.clrs_text.fine_tuning import Run
+from sharpmax.tasks.clrs_text.journal import Window
 from sharpmax.tasks.clrs_text.models import SCRATCH_CONFIG
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -33,7 +34,7 @@ def weights(out: Path) -> bytes:
 
 def test_a_step_does_not_wait_for_the_device(tmp_path, settings):
     run = Run.begin(settings, tmp_path / "run")
-    batches, window = run._batches(), _Window(0)
+    batches, window = run._batches(), Window(0)
     run._take_step(batches, window)  # the first one makes the optimiser's state
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -47,7 +48,9 @@ def test_a_step_does_not_wait_for_the_device(tmp_path, settings):
     assert next(run.learner.parameters()).dtype == torch.float32
 
 
-def test_a_run_that_is_left_ends_with_the_same_bits(tmp_path, settings):
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_run_that_is_left_ends_with_the_same_bits(tmp_path, settings, compile):
+    settings = replace(settings, compile=compile)
     result = train(settings, tmp_path / "whole")
     while train(settings, tmp_path / "pieces", minutes=1e-9) is None:
         pass

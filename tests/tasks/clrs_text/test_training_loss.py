@@ -150,9 +150,19 @@ def test_layers_compile_without_a_break(family):
 def test_a_model_whose_logits_are_something_else_is_refused():
     model = families.causal("llama")
     check_head(model)
-    model.lm_head.bias = torch.nn.Parameter(torch.ones(families.VOCABULARY, dtype=torch.float64))
-    with pytest.raises(ValueError, match="got a LlamaForCausalLM, which computes others"):
-        check_head(model)
+    for bias in (torch.ones, torch.zeros):  # one of zeros changes nothing yet, and would never learn
+        model.lm_head.bias = torch.nn.Parameter(bias(families.VOCABULARY, dtype=torch.float64))
+        with pytest.raises(ValueError, match="got a LlamaForCausalLM, which computes others"):
+            check_head(model)
+
+
+def test_a_model_with_dropout_is_looked_at_without_it():
+    model = families.causal("gpt2").train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    check_head(model)
+    assert model.training
 
 
 def test_a_chunk_holds_a_bounded_number_of_logits():

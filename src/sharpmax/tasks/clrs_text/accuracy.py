@@ -25,7 +25,7 @@ from ...core.files import write_bytes, write_text
 from ...provenance import provenance
 from .benchmark import Split
 from .benchmark import evaluation as upstream_set
-from .cells import Asked, Cell, made_samples
+from .cells import Asked, Cell, is_whole, made_samples
 from .outcomes import Description, summarise
 from .packing import LENGTH
 from .tokens import Encoder
@@ -100,7 +100,8 @@ def evaluate(
     described = describe(model, encoder, name)
     plan = _plan(settings)
     done = known_cells(out, described, settings)
-    work = _Work(model, encoder, settings, out, described, generate or _generate, show or (lambda done, of: None))
+    show = show or (lambda done, of: None)
+    work = _Work(model, encoder, settings, out, described, generate or _generation(), show)
     work.run(plan, done)
     cells = {cell: done[cell] for cell in plan}
     report = summarise(cells, described, settings.split, settings.length, training)
@@ -112,10 +113,10 @@ def _plan(settings: Settings) -> list[Cell]:
     return [Cell(algorithm, seed) for algorithm in settings.split.sizes for seed in settings.split.seeds]
 
 
-def _generate(*arguments: Any, **options: Any) -> Iterator[tuple[int, list[int]]]:
-    from .generation import generate
+def _generation() -> Generate:
+    from .generation import Generation
 
-    return generate(*arguments, **options)
+    return Generation()
 
 
 def describe(model: Any, encoder: Encoder, name: str) -> Description:
@@ -166,13 +167,18 @@ def known_cells(out: Path, described: Description, settings: Settings) -> dict[C
         path = cell.file(out)
         if not path.exists():
             continue
+        kept, other, whole = {}, [], False
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
             known = dict(kept["settings"])
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{path} is damaged: delete it, and the same command makes it again") from None
-        asked = _cell_settings(cell, described, settings)
-        if other := sorted(key for key in {**known, **asked} if known.get(key) != asked.get(key)):
+            asked = _cell_settings(cell, described, settings)
+            other = sorted(key for key in {**known, **asked} if known.get(key) != asked.get(key))
+            whole = bool(other) or is_whole(kept, asked["sizes"], settings.samples)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            pass
+        if not whole:
+            raise ValueError(f"{path} is damaged: delete it, and the same command makes it again")
+        if other:
             raise ValueError(f"{out} holds results with other {', '.join(other)}: choose another folder, or remove it")
         found[cell] = kept
     return found

@@ -76,7 +76,8 @@ class Asked:
         tokenizer = self.encoder.tokenizer
         question.tokens = len(reply)
         question.reply = tokenizer.decode(reply, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        question.score = score(question.reply, question.sample.answer)
+        cut = len(reply) == question.limit
+        question.score = score(question.reply, question.sample.answer, cut=cut)
         self.missing -= 1
         return self.missing == 0
 
@@ -117,6 +118,21 @@ class Asked:
             for (size, index), q in self.questions.items()
         )
         return gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode(), 6, mtime=0)
+
+
+def is_whole(kept: dict[str, Any], sizes: Sequence[int], samples: int) -> bool:
+    """Whether what was kept of a cell has an outcome and a question for each sample, and all numbers."""
+    if list(kept["sizes"]) != [str(size) for size in sizes]:
+        return False
+    for row in kept["sizes"].values():
+        texts = [text for text in (row["final"], row["trace"]) if text is not None]
+        if any(len(text) != samples or not set(text) <= {"0", "1", LEFT_OUT} for text in texts):
+            return False
+        if row["final"] is None or len(row["questions"]) != DIGITS * samples or "reply_tokens" not in row:
+            return False
+        if row["final"].count(LEFT_OUT) != row["too_long"] or not 0 <= row["cut"] <= samples:
+            return False
+    return all(kept[key] >= 0 for key in ("asked", "prompt_tokens", "tokens", "seconds")) and "provenance" in kept
 
 
 def _marks(right: Sequence[bool | None]) -> str:

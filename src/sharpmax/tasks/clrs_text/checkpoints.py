@@ -35,7 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...core.files import write_text
 
-SCHEMA = "sharpmax.clrs-text-checkpoint/1"
+SCHEMA = "sharpmax.clrs-text-checkpoint/2"
+FIELDS = ("folder", "step", "groups", "settings", "config", "start", "seconds", "memory", "processes")
 POINTER = "checkpoint.json"
 FOLDER = re.compile(r"\.?checkpoint-\d+.*")
 """What folders of tensors are called, and those that a write that was killed leaves."""
@@ -111,18 +112,22 @@ def read(out: Path) -> dict[str, Any] | None:
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"expected {path} to have the schema {SCHEMA!r}, got {schema!r}")
+    if missing := [name for name in FIELDS if name not in content]:
+        raise ValueError(f"{path} is damaged: expected the fields of a checkpoint, got no {missing[0]}")
     return content
 
 
-def check_config(content: dict[str, Any], config: dict[str, Any], out: Path) -> None:
-    """Refuse the checkpoint of a model with another config."""
+def check_start(content: dict[str, Any], config: dict[str, Any], start: str, out: Path) -> None:
+    """Refuse the checkpoint, or the report, of a run that began with another model."""
     found = content["config"]
     for name in sorted({*found, *config}):
         if found.get(name) != config.get(name):
             raise ValueError(
-                f"expected {out} to hold a checkpoint of the same model, got one of a model with {name} "
+                f"expected {out} to hold a run of the same model, got one of a model with {name} "
                 f"{found.get(name)} in place of {config.get(name)}"
             )
+    if content["start"] != start:
+        raise ValueError(f"expected {out} to hold a run of the same model, got one that began with other weights")
 
 
 def restore(out: Path, content: dict[str, Any], model: nn.Module, optimizer: Any) -> None:

@@ -180,7 +180,10 @@ def show_command(algorithm: str, size: int, *, seed: int = 0, index: int = 0, tr
 
 def words_of(text: str | None) -> list[str] | None:
     """``"minimum,bfs"`` as words."""
-    return None if text is None else [word.strip() for word in text.split(",")]
+    words = None if text is None else [word.strip() for word in text.split(",")]
+    if words is not None and not all(words):
+        raise InputError(f"expected names with commas between them, got {text!r}")
+    return words
 
 
 def numbers_of(text: str | None, what: str) -> list[int] | None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...inputs import check_folder, user_input
+from ...inputs import InputError, check_folder, user_input
 from . import accuracy, upstream
 from .command import numbers_of, words_of
-from .outcomes import FILE, training_summary
+from .models import check_length, model_folder
+from .outcomes import FILE, training_seeds, training_summary
 from .packing import LENGTH
 from .shards import progress_bar
 
 DTYPES = ("float32", "bfloat16", "float16")
+RUN_FILES = ("training.json", "checkpoint.json", "log.jsonl")
+"""What a training run leaves in its folder."""
 
 
 def evaluate_command(
@@ -24,7 +28,7 @@ def evaluate_command(
     sizes: str | None = None,
     seeds: str | None = None,
     samples: int | None = None,
-    traces: bool = True,
+    traces: bool | None = None,
     length: int = LENGTH,
     dtype: str | None = None,
     device: str | None = None,
@@ -39,7 +43,7 @@ def evaluate_command(
       sizes: such as ``4,5,10-12``, instead of the benchmark's.
       seeds: the same.
       samples: of each algorithm, size and seed, instead of the benchmark's 125.
-      traces: with traces or without.
+      traces: with traces or without; by default as the model was trained, which nothing else may contradict.
       length: tokens that a question and its answer may have together; longer ones are left out and counted.
       dtype: of the weights; by default bfloat16 on a GPU and float32 elsewhere.
       device: where to run; a GPU if there is one.
@@ -51,22 +55,35 @@ def evaluate_command(
         given["algorithms"] = None if algorithms is None else tuple(words_of(algorithms) or ())
         given |= {"sizes": _tuple(sizes, "sizes"), "seeds": _tuple(seeds, "seeds")}
         known = {key: value for key, value in given.items() if value is not None}
-        settings = accuracy.Settings(traces=traces, length=length, **known)
+        settings = accuracy.Settings(traces=traces is not False, length=length, **known)
         if dtype not in (None, *DTYPES):
             raise ValueError(f"expected dtype to be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if found := [file for file in RUN_FILES if (out / file).exists()]:
+            raise ValueError(f"expected a folder for an evaluation, got {str(out)!r}, a training run with {found[0]}")
         upstream.find()
     check_folder(out)
     with user_input():
-        name, folder = _folder(model)
+        name, folder = model_folder(model)
         training = training_summary(folder)
+        settings = replace(settings, traces=_traces(traces, training))
         network, encoder = find_subject(folder, dtype, device)
+        check_length(network, settings.length)
         accuracy.known_cells(out, accuracy.describe(network, encoder, name), settings)
+    for line in notes(name, settings, training):
+        print(line, file=sys.stderr)
+    import torch
+
     with progress_bar("answers") as show:
         try:
             report = accuracy.evaluate(network, encoder, settings, out, show, name=name, training=training)
         except KeyboardInterrupt:
             print(f"{out}: cells that are done are kept; the same command goes on from there", file=sys.stderr)
             raise
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                "the device has no memory for this: free some, or take a smaller --length or --dtype bfloat16; cells "
+                "that are done are kept"
+            ) from error
     return describe(report, out)
 
 
@@ -75,14 +92,30 @@ def _tuple(text: str | None, what: str) -> tuple[int, ...] | None:
     return None if found is None else tuple(found)
 
 
-def _folder(model: str) -> tuple[str, str]:
-    """What a model is called, and where it is: the folder of a training run holds it in one called model."""
-    path = Path(model)
-    if (path / "model" / "config.json").is_file():
-        return path.resolve().name, str(path / "model")
-    if path.name == "model" and (path.parent / "training.json").is_file():
-        return path.resolve().parent.name, model
-    return path.name, model
+def _traces(asked: bool | None, training: dict[str, Any] | None) -> bool:
+    """Whether to ask with traces."""
+    trained = None if training is None else training["settings"]["traces"]
+    if trained is None:
+        return asked is not False
+    if asked not in (None, trained):
+        words = {True: "with traces", False: "without traces"}
+        raise ValueError(f"expected questions {words[trained]}, as in the model's training, got {words[not trained]}")
+    return trained
+
+
+def notes(name: str, settings: accuracy.Settings, training: dict[str, Any] | None) -> list[str]:
+    """What is taken for granted of a model's training, and where questions are not those of a test."""
+    lines = []
+    if training is None:
+        lines.append(f"{name}: nothing is known of its training; the benchmark's training sizes are taken for its own")
+    elif settings.length > training["settings"]["length"]:
+        lines.append(
+            f"{name}: samples may have {settings.length:,} tokens, and training had sequences of "
+            f"{training['settings']['length']:,}"
+        )
+    if shared := sorted(set(settings.seeds) & set(training_seeds(training))):
+        lines.append(f"{name}: at training sizes, samples of seed {shared[0]} are those of training")
+    return lines
 
 
 def find_subject(model: str, dtype: str | None = None, device: str | None = None) -> tuple[Any, Any]:
@@ -91,6 +124,7 @@ def find_subject(model: str, dtype: str | None = None, device: str | None = None
 
     from ...core.policies import Constant
     from ...huggingface import sharpen, stored_rules
+    from ...huggingface.ready import layer_windows
     from ...huggingface.weights import load
     from .models import encoder_for
 
@@ -105,6 +139,7 @@ def find_subject(model: str, dtype: str | None = None, device: str | None = None
     )
     if network.config.is_encoder_decoder or not network.can_generate():
         raise ValueError(f"expected a model that continues a text, got {model!r}, a {type(network).__name__}")
+    layer_windows(network.config)
     if stored_rules(network) is None:
         sharpen(network, Constant(1.0))
     return network.to(where), encoder_for(tokenizer)

@@ -16,7 +16,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,16 @@ from accelerate.utils import gather_object  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from ...core.files import write_text  # noqa: E402
-from ...core.policies import policy_from_dict  # noqa: E402
-from ...inputs import InputError  # noqa: E402
+from ...inputs import InputError, user_input  # noqa: E402
 from ...provenance import provenance  # noqa: E402
 from . import checkpoints  # noqa: E402
-from .journal import Journal, totals  # noqa: E402
+from .journal import Journal, Window, totals  # noqa: E402
 from .loader import Loader  # noqa: E402
-from .loss import DOCUMENTS, Learner, check_head, prepared  # noqa: E402
-from .models import check_dtype, config_of, encoder_for, find_model, save_model  # noqa: E402
+from .loss import DOCUMENTS, prepared  # noqa: E402
+from .models import check_dtype, config_of, encoder_for, save_model, start_of  # noqa: E402
+from .outcomes import read_report  # noqa: E402
 from .packing import Packer  # noqa: E402
-from .preparation import compile_layers, find_accelerator, find_optimizer, find_samples, resolved  # noqa: E402
+from .preparation import find_accelerator, find_network, find_optimizer, find_samples, ready, resolved  # noqa: E402
 from .schedule import rate_at  # noqa: E402
 from .settings import Settings  # noqa: E402
 from .tokens import Encoder  # noqa: E402
@@ -83,24 +83,14 @@ def train(
     return run.complete(progress, None if minutes is None else began + 60 * minutes, save_dtype)
 
 
-@dataclass
-class _Window:
-    """What happens between two lines of the log."""
-
-    first: int
-    began: float = field(default_factory=time.monotonic)
-    waited: float = 0.0
-    losses: list[Tensor] = field(default_factory=list)
-    norm: Any = None
-
-
 def finished(settings: Settings, out: Path) -> dict[str, Any] | None:
     """What a finished run with these settings wrote into the folder, if there is one; another one's is refused."""
-    try:
-        result = json.loads((out / RESULT).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (out / RESULT).is_file():
         return None
-    settings.check_same(result.get("settings", {}), f"{out} holds a finished run")
+    result = read_report(out / RESULT)
+    settings.check_same(result["settings"], f"{out} holds a finished run")
+    network, _ = find_network(settings)
+    checkpoints.check_start(result, config_of(network), start_of(network), out)
     return result
 
 
@@ -115,6 +105,8 @@ class Run:
     encoder: Encoder
     network: Any
     """The model of transformers."""
+    start: str
+    """What it began with (:func:`.models.start_of`)."""
     learner: Any
     """The model with its loss, as Accelerate wrapped it."""
     optimizer: Any
@@ -136,23 +128,18 @@ class Run:
             if len(content["processes"]) != ranks:
                 raise ValueError(f"expected {len(content['processes'])} processes, as {out} began with, got {ranks}")
         samples = find_samples(settings, rank=rank, ranks=ranks)
-        policy = None if settings.policy is None else policy_from_dict(settings.policy)
-        network, tokenizer = find_model(settings.model, policy=policy, seed=settings.seed)
+        network, tokenizer = find_network(settings)
+        start = start_of(network)
         if content is not None:
-            checkpoints.check_config(content, config_of(network), out)
+            checkpoints.check_start(content, config_of(network), start, out)
         encoder = encoder_for(tokenizer)
-        check_head(network)
-        network.train()
-        if settings.gradient_checkpointing:
-            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if settings.compile:
-            compile_layers(network)
-        learner = Learner(network, compile=settings.compile)
-        optimizer = find_optimizer(learner, settings, fused=device.type == "cuda")
-        learner, optimizer = accelerator.prepare(learner, optimizer)
         packer = Packer(samples, encoder, length=settings.length, answers_only=settings.answers_only)
+        next(packer.part(0, 1))  # samples that cannot be read or never fit are told before anything else is done
+        learner: Any = ready(network, settings)
+        optimizer: Any = find_optimizer(learner, settings, fused=device.type == "cuda")
+        learner, optimizer = accelerator.prepare(learner, optimizer)
         loader = Loader(packer, settings.micro, workers=settings.workers)
-        run = Run(settings, out, accelerator, tokenizer, encoder, network, learner, optimizer, loader, None)
+        run = Run(settings, out, accelerator, tokenizer, encoder, network, start, learner, optimizer, loader, None)
         if content is not None:
             run._restore(content)
         if accelerator.is_main_process:
@@ -171,13 +158,20 @@ class Run:
         self, progress: Progress | None = None, until: float | None = None, save_dtype: str = "float32"
     ) -> dict[str, Any] | None:
         """Train to the end and write the results; ``None`` if the time ``until`` came before."""
-        return self.finish(save_dtype) if self.go_on(progress, until) else None
+        try:
+            ended = self.go_on(progress, until)
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"the device has no memory for {self.settings.micro} sequences of {self.settings.length:,} tokens at a "
+                f"time: try a smaller --micro, or --gradient-checkpointing; the last checkpoint is kept"
+            ) from error
+        return self.finish(save_dtype) if ended else None
 
     def go_on(self, progress: Progress | None = None, until: float | None = None) -> bool:
         """Train to the end, and say whether it was reached before the time ``until`` (of ``time.monotonic``)."""
         settings, steps = self.settings, self.settings.steps
         with contextlib.closing(self._batches()) as batches:
-            window = _Window(self.step)
+            window = Window(self.step)
             while self.step < steps:
                 self._take_step(batches, window)
                 self.step += 1
@@ -191,7 +185,7 @@ class Run:
                         self._save()
                     if late:
                         return False
-                    window = _Window(self.step)
+                    window = Window(self.step)
                 if progress is not None:
                     progress(self.step, steps, line)
         return True
@@ -205,16 +199,16 @@ class Run:
         with contextlib.closing(iter(self.loader)) as batches:  # pyright: ignore[reportArgumentType]
             for batch in batches:
                 tensors, labels = prepared(batch, **sizes)
-                if gpu:
-                    tensors = {k: v.pin_memory().to(device, non_blocking=True) for k, v in tensors.items()}
-                yield tensors, labels
+                held = {k: v.pin_memory() for k, v in tensors.items()} if gpu else tensors
+                yield {k: v.to(device, non_blocking=True) for k, v in held.items()}, labels
 
-    def _take_step(self, batches: Iterator[tuple[dict[str, Tensor], int]], window: _Window) -> None:
+    def _take_step(self, batches: Iterator[tuple[dict[str, Tensor], int]], window: Window) -> None:
         """One step of the optimiser."""
         settings, accelerator = self.settings, self.accelerator
         ranks = accelerator.num_processes
         clock = time.monotonic()
-        parts = [next(batches) for _ in range(settings.accumulation(ranks))]
+        with user_input():
+            parts = [next(batches) for _ in range(settings.accumulation(ranks))]
         window.waited += time.monotonic() - clock
         labels: Any = sum(count for _, count in parts)
         if ranks > 1:  # gradients are means over processes, so the sum over labels is divided by labels / processes
@@ -228,7 +222,8 @@ class Run:
                 loss = self.learner(**tensors) / labels
                 accelerator.backward(loss)
             window.losses.append(loss.detach())
-        window.norm = accelerator.clip_grad_norm_(list(self.learner.parameters()), settings.clip)
+        norm: Any = accelerator.clip_grad_norm_(list(self.learner.parameters()), settings.clip)
+        window.norms.append(getattr(norm, "full_tensor", lambda: norm)())
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -237,33 +232,25 @@ class Run:
         s = self.settings
         return rate_at(self.step, s.steps, peak=s.learning_rate, warmup=s.warmup, final=s.final)
 
-    def _log(self, window: _Window) -> dict[str, Any]:
+    def _log(self, window: Window) -> dict[str, Any]:
         """Write a line of the log. Here the host waits for the device."""
         settings, accelerator = self.settings, self.accelerator
         rate = self.optimizer.param_groups[0]["lr"]
         steps = self.step - window.first
         mean = self._over_processes(torch.stack(window.losses).sum() / steps, "mean").item()
-        if not math.isfinite(mean):
+        broken = self._over_processes((~torch.stack(window.norms).isfinite()).sum().float(), "sum").item()
+        if broken or not math.isfinite(mean):
+            what = "gradient" if math.isfinite(mean) else "loss"
             raise InputError(
-                f"the loss is no number after step {self.step}, with a learning rate of {rate:.3g}: try a lower one; "
+                f"the {what} is no number after step {self.step}, with a learning rate of {rate:.3g}: try a lower one; "
                 f"the last checkpoint is kept"
             )
-        spent = time.monotonic() - window.began
-        self.seconds += spent
         if accelerator.device.type == "cuda":
             self.memory = max(self.memory, torch.cuda.max_memory_allocated(accelerator.device))
-        line = {
-            "step": self.step,
-            "tokens": self.step * settings.batch * settings.length,
-            "loss": mean,
-            "learning_rate": rate,
-            "gradient_norm": float(getattr(window.norm, "full_tensor", lambda: window.norm)()),
-            "tokens_per_second": steps * settings.batch * settings.length / spent,
-            "step_seconds": spent / steps,
-            "data_seconds": window.waited / steps,
-            "seconds": self.seconds,
-            "memory": self.memory or None,
-        }
+        line = {"step": self.step, "loss": mean, "learning_rate": rate}
+        line |= window.summary(self.step, settings.batch * settings.length)
+        self.seconds += line["step_seconds"] * steps
+        line |= {"seconds": self.seconds, "memory": self.memory or None}
         if self.journal is not None:
             self.journal.add(line)
         return line
@@ -286,6 +273,7 @@ class Run:
         record = {
             "settings": self.settings.to_json(),
             "config": config_of(self.network),
+            "start": self.start,
             "seconds": self.seconds,
             "memory": self.memory,
             "processes": gather_object([mine]),
@@ -312,6 +300,8 @@ class Run:
         return {
             "settings": self.settings.to_json(),
             "split": self.loader.packer.samples.source.split.to_json(),
+            "config": config_of(self.network),
+            "start": self.start,
             "begin": self.encoder.begin,
             "parameters": sum(p.numel() for p in self.network.parameters()),
             "processes": self.accelerator.num_processes,

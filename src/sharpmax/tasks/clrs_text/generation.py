@@ -6,6 +6,8 @@ and sharpmax's attention reads no more than that. Prompts are read packed. On a 
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +29,10 @@ STEPS = {"cpu": 1, "cuda": 16}
 vain."""
 
 READ = {"cpu": 4096, "cuda": 65_536}
-"""Tokens of prompts that are read together."""
+"""Tokens of prompts that are read together, at most."""
+
+READING = 0.2
+"""The part of a GPU's free memory that reading may take."""
 
 
 def generate(
@@ -49,33 +54,63 @@ def generate(
       pad: what slots without a prompt read.
       budget: tokens that the cache may hold; by default, what fits.
     """
-    if len(prompts) != len(limits) or not all(prompts):
-        raise ValueError(f"expected prompts with a limit each, none empty, got {len(prompts)} and {len(limits)}")
-    if getattr(model.config.get_text_config(), "_attn_implementation", None) != NAME:
-        raise ValueError(f"expected a model with attn_implementation={NAME!r}")
-    layer_windows(model.config)
-    waiting = deque(
-        sorted((i for i in range(len(prompts)) if limits[i] > 0), key=lambda i: -_total(prompts, limits, i))
-    )
-    for i in range(len(prompts)):
-        if limits[i] <= 0:
-            yield i, []
-    if not waiting:
-        return
-    capacity = _total(prompts, limits, waiting[0])
-    slots = _Slots(model, min(len(waiting), _most_slots(model, capacity, budget)), capacity, pad)
-    running: dict[int, _Running] = {}
-    while waiting or running:
-        free = [slot for slot in range(slots.count) if slot not in running]
-        if waiting and (not running or 8 * len(free) >= slots.count):
-            chosen = _next(waiting, prompts, len(free), READ[slots.kind])
-            first = slots.read(free[: len(chosen)], [prompts[i] for i in chosen])
-            running |= {slot: _Running(i, limits[i]) for slot, i in zip(free, chosen, strict=False)}
-            yield from _taken(running, dict(zip(free, ([token] for token in first), strict=False)), end)
-            continue
-        slots.forget(free)
-        written = slots.write(STEPS[slots.kind])
-        yield from _taken(running, {slot: written[slot] for slot in running}, end)
+    return Generation(budget)(model, prompts, limits, end=end, pad=pad)
+
+
+class Generation:
+    """:func:`generate` for many calls: the slots of a model stay from one to the next as long as they suffice.
+
+    Args:
+      budget: tokens that the cache may hold; by default, what fits.
+    """
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.budget = budget
+        self._slots: _Slots | None = None
+        self._most = 0
+
+    def __call__(
+        self, model: Any, prompts: Sequence[list[int]], limits: Sequence[int], *, end: Collection[int], pad: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """As :func:`generate`."""
+        if len(prompts) != len(limits) or not all(prompts):
+            raise ValueError(f"expected prompts with a limit each, none empty, got {len(prompts)} and {len(limits)}")
+        if getattr(model.config.get_text_config(), "_attn_implementation", None) != NAME:
+            raise ValueError(f"expected a model with attn_implementation={NAME!r}")
+        layer_windows(model.config)
+        waiting = deque(
+            sorted((i for i in range(len(prompts)) if limits[i] > 0), key=lambda i: -_total(prompts, limits, i))
+        )
+        for i in range(len(prompts)):
+            if limits[i] <= 0:
+                yield i, []
+        if not waiting:
+            return
+        slots = self._suited(model, len(waiting), _total(prompts, limits, waiting[0]), pad)
+        running: dict[int, _Running] = {}
+        while waiting or running:
+            free = [slot for slot in range(slots.count) if slot not in running]
+            if waiting and (not running or 8 * len(free) >= slots.count):
+                chosen = _next(waiting, prompts, len(free), slots.readable)
+                first = slots.read(free[: len(chosen)], [prompts[i] for i in chosen])
+                running |= {slot: _Running(i, limits[i]) for slot, i in zip(free, chosen, strict=False)}
+                yield from _taken(running, dict(zip(free, ([token] for token in first), strict=False)), end)
+                continue
+            slots.forget(free)
+            written = slots.write(STEPS[slots.kind])
+            yield from _taken(running, {slot: written[slot] for slot in running}, end)
+
+    def _suited(self, model: Any, wanted: int, capacity: int, pad: int) -> _Slots:
+        """Slots with room for ``capacity`` tokens, ``wanted`` of them or as many as there can be."""
+        kept = self._slots
+        if kept is not None and (kept.model, kept.pad) == (model, pad) and kept.capacity >= capacity:
+            if kept.count >= min(wanted, self._most):
+                return kept
+            capacity = kept.capacity
+        kept = self._slots = None  # its memory is needed
+        self._most = _most_slots(model, capacity, self.budget)
+        self._slots = _Slots(model, min(wanted, self._most), capacity, pad)
+        return self._slots
 
 
 @dataclass
@@ -118,12 +153,24 @@ def _most_slots(model: Any, capacity: int, budget: int | None) -> int:
     kind = _kind(model)
     most = MOST_SLOTS[kind]
     if budget is None and kind == "cuda":
+        torch.cuda.empty_cache()  # what torch holds for itself counts as taken
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         columns = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         token = 2 * config.num_hidden_layers * heads * columns * model.dtype.itemsize
         budget = int(MEMORY * torch.cuda.mem_get_info(model.device)[0] / token)
     return most if budget is None else max(1, min(most, budget // capacity))
+
+
+def _most_read(model: Any) -> int:
+    """Tokens of prompts that can be read together: a layer's activations must find room beside the cache."""
+    kind = _kind(model)
+    if kind != "cuda":
+        return READ[kind]
+    config = model.config.get_text_config()
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    token = (4 * inner + 12 * config.hidden_size) * model.dtype.itemsize
+    return max(1, min(READ[kind], int(READING * torch.cuda.mem_get_info(model.device)[0] / token)))
 
 
 def _kind(model: Any) -> str:
@@ -168,6 +215,7 @@ class _Slots:
     def __init__(self, model: Any, count: int, capacity: int, pad: int) -> None:
         self.model, self.count, self.capacity, self.pad = model, count, capacity, pad
         self.kind, device = _kind(model), model.device
+        self.readable = _most_read(model)
         self.cache = _SlotCache(count, capacity)
         self.every = torch.arange(count, device=device)
         self.token = torch.full((count,), pad, device=device)
@@ -176,11 +224,21 @@ class _Slots:
         self.written = torch.zeros((count, STEPS[self.kind]), dtype=torch.int64, device=device)
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         self.masks = cached_masks(model.config, self.valid, capacity)
-        self.step = self._captured() if self.kind == "cuda" else self._step
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if self.kind == "cuda":
+            with self._device():
+                self._capture()
 
-    @torch.no_grad()
+    def _device(self) -> contextlib.AbstractContextManager[Any]:
+        """Kernels, streams and graphs belong to the current GPU, which need not be the model's."""
+        return torch.cuda.device(self.model.device) if self.kind == "cuda" else contextlib.nullcontext()
+
     def read(self, slots: Sequence[int], prompts: Sequence[list[int]]) -> list[int]:
         """Read prompts into slots; the first token of each continuation."""
+        with self._device(), torch.no_grad():
+            return self._read(slots, prompts)
+
+    def _read(self, slots: Sequence[int], prompts: Sequence[list[int]]) -> list[int]:
         device, lengths = self.model.device, torch.tensor([len(prompt) for prompt in prompts])
         ends = lengths.cumsum(0)
         ids = torch.tensor([token for prompt in prompts for token in prompt])
@@ -206,13 +264,13 @@ class _Slots:
         if slots:
             self.length[torch.tensor(slots, device=self.length.device)] = 0
 
-    @torch.no_grad()
     def write(self, steps: int) -> list[list[int]]:
         """Write so many tokens into every slot, and return them."""
-        self.column.zero_()
-        for _ in range(steps):
-            self.step()
-        return self.written.tolist()
+        with self._device(), torch.no_grad():
+            self.column.zero_()
+            for _ in range(steps):
+                self._step() if self.graph is None else self.graph.replay()
+            return self.written.tolist()
 
     def _step(self) -> None:
         self.valid.copy_(self.length + 1)
@@ -231,18 +289,29 @@ class _Slots:
         self.column.add_(1)
 
     @torch.no_grad()
-    def _captured(self) -> Any:
-        """A step as a CUDA graph; its replay starts from whatever the slots hold by then."""
+    def _capture(self) -> None:
+        """Make a step a CUDA graph; its replay starts from whatever the slots hold by then."""
+        self._step()  # here the cache is made, on the stream that it stays on
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._step()
+            self.column.zero_()
+            self._step()
         torch.cuda.current_stream().wait_stream(stream)
         self.column.zero_()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
+        try:
+            with torch.cuda.graph(graph):
+                self._step()
+            self.graph = graph
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            warnings.warn(
+                f"a {type(self.model).__name__} cannot be captured as a CUDA graph, so every step is launched from "
+                f"the host, which is slower: {str(error).splitlines()[0]}",
+                stacklevel=2,
+            )
+        self.column.zero_()
         self.token.fill_(self.pad)
         self.length.zero_()
-        return graph.replay

@@ -4,14 +4,39 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...core.files import write_text
 
 NAME = "log.jsonl"
+NEEDED = ("step", "tokens", "loss", "step_seconds", "tokens_per_second", "memory")
 CURVE = 200
 """Points of the loss curve that a run's summary holds."""
+
+
+@dataclass
+class Window:
+    """What happens between two lines of the log; what is on the device is read when a line is made."""
+
+    first: int
+    began: float = field(default_factory=time.monotonic)
+    waited: float = 0.0
+    losses: list[Any] = field(default_factory=list)
+    norms: list[Any] = field(default_factory=list)
+
+    def summary(self, step: int, tokens: int) -> dict[str, Any]:
+        """Its part of a line that is made now, after a ``step``, where every step has so many ``tokens``."""
+        spent, steps = time.monotonic() - self.began, step - self.first
+        return {
+            "tokens": step * tokens,
+            "gradient_norm": self.norms[-1].item(),
+            "tokens_per_second": steps * tokens / spent,
+            "step_seconds": spent / steps,
+            "data_seconds": self.waited / steps,
+        }
 
 
 class Journal:
@@ -44,15 +69,19 @@ class Journal:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; a last one that a kill cut off is left out."""
+    """The lines of a log; a last one that a kill cut off is left out, and any other damage is told."""
     if not path.is_file():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    lines = path.read_bytes().split(b"\n")
+    for i, text in enumerate(lines[:-1]):  # what follows the last end of a line was cut off
         try:
-            found.append(json.loads(line))
+            line = json.loads(text)
         except ValueError:
-            break
+            line = None
+        if not isinstance(line, dict) or not set(NEEDED) <= set(line):
+            raise ValueError(f"{path} is damaged in line {i + 1}: mend or delete the line")
+        found.append(line)
     return found
 
 

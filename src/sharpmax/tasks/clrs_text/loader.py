@@ -61,6 +61,8 @@ class Loader:
             dataset, batch_size=None, num_workers=self.workers, multiprocessing_context="spawn", prefetch_factor=4
         )
         for worker, batch, state in batches:
+            if isinstance(batch, str):
+                raise ValueError(batch)
             self._states[worker], self._turn = state, (worker + 1) % self.workers
             yield batch
 
@@ -96,20 +98,26 @@ class Loader:
         return {k: sum(state[k] for state in self._states) for k in ("sequences", "documents", "tokens")}
 
 
-class _Parts(IterableDataset[tuple[int, Batch, dict[str, Any]]]):
-    """Batches of the part of each worker, with where it stands after them; ``order`` says which part is whose."""
+class _Parts(IterableDataset[tuple[int, Batch | str, dict[str, Any]]]):
+    """Batches of the part of each worker, with where it stands after them; ``order`` says which part is whose.
+
+    What is wrong with the samples comes as a text in the place of a batch, since PyTorch would add a traceback to it.
+    """
 
     def __init__(self, packer: Packer, batch: int, order: list[int], states: list[dict[str, Any]]) -> None:
         self.packer, self.batch, self.order, self.states = packer, batch, order, states
 
-    def __iter__(self) -> Iterator[tuple[int, Batch, dict[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[int, Batch | str, dict[str, Any]]]:
         worker = get_worker_info()
         assert worker is not None
         part = self.order[worker.id]
         packer = self.packer.part(part, len(self.order))
-        packer.restore(self.states[part])
-        while len(batch := [p for _, p in zip(range(self.batch), packer, strict=False)]) == self.batch:
-            yield part, _stacked(batch), packer.state()
+        try:
+            packer.restore(self.states[part])
+            while len(batch := [p for _, p in zip(range(self.batch), packer, strict=False)]) == self.batch:
+                yield part, _stacked(batch), packer.state()
+        except ValueError as error:
+            yield part, str(error), {}
 
 
 def _stacked(batch: list[Packed]) -> Batch:

@@ -6,6 +6,7 @@ transformers; so training, evaluation and diagnostics take any of them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,9 +49,9 @@ def find_model(
 
     Args:
       name: a packaged model, a folder, or a name on the Hugging Face hub, as for
-        :func:`sharpmax.huggingface.weights.load`; ``scratch``, a small model with random weights; or a JSON file with
-        the config of such a model, as transformers writes it, and ``"tokenizer"``: ``"characters"``, or anything that
-        has a tokenizer.
+        :func:`sharpmax.huggingface.weights.load`; the folder of a training run that is finished; ``scratch``, a small
+        model with random weights; or a JSON file with the config of such a model, as transformers writes it, and
+        ``"tokenizer"``: ``"characters"``, or anything that has a tokenizer.
       policy: of all heads; plain softmax if not given. Policies that the model was saved with are replaced.
       seed: of random weights.
     """
@@ -60,6 +61,7 @@ def find_model(
     from ...huggingface.weights import load
 
     model: PreTrainedModel
+    _, name = model_folder(name)
     if name == SCRATCH:
         model, tokenizer = _made(SCRATCH_CONFIG, seed)
     elif name.endswith(".json"):
@@ -70,6 +72,33 @@ def find_model(
         raise ValueError(f"expected a model that continues a text, got {name!r}, a {type(model).__name__}")
     sharpen(model, Constant(1.0) if policy is None else policy)
     return model, tokenizer
+
+
+def model_folder(name: str) -> tuple[str, str]:
+    """What a model is called, and where it is: the folder of a training run holds it in one called model."""
+    path, place = Path(name), Path(name).resolve()
+    if not place.is_dir():
+        return path.name, name
+    run = place.parent if place.name == "model" else place
+    trained = (run / "training.json").is_file()
+    if (run / "checkpoint.json").is_file() and not trained:
+        raise ValueError(f"expected a model whose training is finished, got {name!r}, a run that is not")
+    if (place / "model" / "config.json").is_file():
+        return place.name, str(path / "model")
+    return (run if trained else place).name, name
+
+
+def check_length(network: Any, length: int) -> None:
+    """Raise ValueError if a model has a learned vector for each position, and fewer of them than ``length``."""
+    from torch import nn
+
+    named = {name.rpartition(".")[2] for name, module in network.named_modules() if isinstance(module, nn.Embedding)}
+    most = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and length > most and any("pos" in name or name == "wpe" for name in named):
+        raise ValueError(
+            f"expected a length of at most {most} tokens, since a {type(network).__name__} has learned no more "
+            f"positions, got {length}"
+        )
 
 
 def encoder_for(tokenizer: Any) -> Encoder:
@@ -162,6 +191,14 @@ def check_dtype(name: str) -> None:
     """Raise ValueError unless weights can be saved in this type."""
     if name not in DTYPES:
         raise ValueError(f"expected the saved weights to be {' or '.join(DTYPES)}, got {name!r}")
+
+
+def start_of(network: Any) -> str:
+    """A digest of a model's weights and config: runs that began with the same have the same."""
+    from ...diagnostics.fingerprint import fingerprint
+
+    config = json.dumps(config_of(network), sort_keys=True)
+    return hashlib.sha256(f"{fingerprint(network)}\0{config}".encode()).hexdigest()
 
 
 def config_of(network: Any) -> dict[str, Any]:

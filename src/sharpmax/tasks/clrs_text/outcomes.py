@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .benchmark import TRAINING_SIZES, Split
+from .benchmark import training as training_split
 
 FORMAT = 1
 FILE = "evaluation.json"
@@ -17,7 +18,7 @@ FILE = "evaluation.json"
 LEFT_OUT = "-"
 """In the place of a sample that is longer than the context; 1 is right and 0 wrong."""
 
-DIGITS = 8
+DIGITS = 12
 """Of the digest of a question, in a cell."""
 
 
@@ -175,7 +176,9 @@ def load_evaluation(path: str | Path) -> dict[str, Any]:
 
 
 TRAINED = (
+    "start",
     "parameters",
+    "processes",
     "steps",
     "counts",
     "seconds",
@@ -186,20 +189,39 @@ TRAINED = (
 """What an evaluation repeats of the report of a training run, beside its settings."""
 
 
-def training_summary(folder: str | Path) -> dict[str, Any] | None:
-    """How the model in a folder was trained, from the training.json in the folder above it, where there is one."""
-    path = Path(folder).resolve().parent / "training.json"
-    if not path.is_file():
-        return None
+def read_report(path: Path) -> dict[str, Any]:
+    """The training.json of a run."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        settings, sizes = dict(found["settings"]), dict(found["split"]["sizes"])
-    except (ValueError, TypeError, KeyError):
+        whole = all(key in found for key in TRAINED)
+        if not (whole and dict(found["settings"]) and dict(found["config"]) and Split.from_json(found["split"])):
+            raise KeyError
+    except (OSError, ValueError, TypeError, LookupError):
         raise ValueError(f"{path} is not the report of a training run, or is damaged: move it away") from None
-    kept = {key: found[key] for key in TRAINED if key in found}
-    return {"settings": settings, "sizes": sizes, **kept, "provenance": found.get("provenance")}
+    return found
+
+
+def training_summary(folder: str | Path) -> dict[str, Any] | None:
+    """How the model in a folder called model was trained, from the training.json beside it, where there is one."""
+    place = Path(folder).resolve()
+    path = place.parent / "training.json"
+    if place.name != "model" or not place.is_dir() or not path.is_file():
+        return None
+    found = read_report(path)
+    return {
+        "settings": found["settings"],
+        "sizes": found["split"]["sizes"],
+        "seeds": found["split"]["seeds"],
+        **{key: found[key] for key in TRAINED},
+        "provenance": found.get("provenance"),
+    }
 
 
 def training_sizes(training: Mapping[str, Any] | None) -> Mapping[str, Sequence[int]]:
     """The sizes that a model was trained on; the benchmark's where nothing is known of its training."""
     return TRAINING_SIZES if training is None else training["sizes"]
+
+
+def training_seeds(training: Mapping[str, Any] | None) -> Sequence[int]:
+    """The seeds of the samples that a model was trained on; the benchmark's where nothing is known of its training."""
+    return training_split().seeds if training is None else training["seeds"]

@@ -34,10 +34,12 @@ def split_answer(text: str) -> Answer:
     return Answer(trace.strip(), final.strip()) if bar else Answer(None, body.strip())
 
 
-def score(given: str, expected: str) -> Score:
+def score(given: str, expected: str, *, cut: bool = False) -> Score:
     """Compare what a model wrote with the sample's answer, character by character but for spaces at the ends.
 
-    A final answer without the trace that was expected can be right; so can one after a wrong trace.
+    A final answer without the trace that was expected can be right; so can one after a wrong trace. One that was
+    ``cut`` off before its empty line has no end, and is wrong.
     """
     ours, theirs = split_answer(given), split_answer(expected)
-    return Score(ours.final == theirs.final, None if theirs.trace is None else ours.trace == theirs.trace)
+    ended = END in given or not cut
+    return Score(ended and ours.final == theirs.final, None if theirs.trace is None else ours.trace == theirs.trace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -123,13 +124,14 @@ class Settings:
         known = {field.name for field in fields(Settings)}
         if unknown := sorted(set(content) - known):
             raise ValueError(f"expected settings of a run to be among {', '.join(sorted(known))}, got {unknown[0]}")
+        for name, value in content.items():
+            what, fits = _KINDS[name]
+            if not fits(value):
+                raise ValueError(f"expected {name} to be {what}, got {value!r}")
         several: dict[str, Any] = {
             name: tuple(content[name]) for name in ("betas", "algorithms", "sizes") if content.get(name) is not None
         }
-        try:
-            return Settings(**content | several)
-        except TypeError as error:
-            raise ValueError(f"expected numbers, texts and lists where settings have them: {error}") from None
+        return Settings(**content | several)
 
     def check_same(self, other: dict[str, Any], what: str) -> None:
         """Raise ValueError that begins with ``what`` if the settings of another run, as JSON, differ from these."""
@@ -143,3 +145,40 @@ class Settings:
             raise ValueError(
                 f"{what} with {', '.join(differences)}: take another folder, or the settings that it began with"
             )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(map(fits, value))
+
+
+def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_BY_DEFAULT: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a whole number", _is_whole),
+    float: ("a number", _is_number),
+    str: ("a text", _is_text),
+}
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    field.name: _BY_DEFAULT[type(field.default)] for field in fields(Settings) if type(field.default) in _BY_DEFAULT
+} | {
+    "policy": ("a policy or null", _or_none(lambda value: isinstance(value, dict))),
+    "betas": ("a list of two numbers", _list_of(_is_number)),
+    "algorithms": ("a list of names or null", _or_none(_list_of(_is_text))),
+    "sizes": ("a list of whole numbers or null", _or_none(_list_of(_is_whole))),
+}
+"""What the value of each setting is, in words, and whether a value is that."""

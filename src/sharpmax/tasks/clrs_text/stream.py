@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .benchmark import Split
-from .shards import load_manifest, read_shard
+from .shards import CorruptShardError, load_manifest, read_shard
 from .text import Generator, Sample
 
 
@@ -173,6 +173,10 @@ class _Reading:
     def read(self, number: int) -> Sample:
         shard, line = divmod(number, self.shard)
         if self.opened != shard or self.at > line:
+            if not self.files[shard].is_file():
+                raise CorruptShardError(
+                    f"the shard {self.files[shard]} is missing: generate again, which makes what is missing"
+                )
             read_shard(self.files[shard])
             content = io.BytesIO(self.files[shard].read_bytes())  # compressed, since one of every pair is open
             self.lines = gzip.GzipFile(fileobj=content)

@@ -16,6 +16,7 @@ from ...extras import require
 from ...inputs import check_folder, user_input
 from . import upstream
 from .command import numbers_of, words_of
+from .outcomes import FILE
 from .settings import GENERATED, Settings
 
 POLICIES: dict[str, Policy | None] = {"none": None, "paper": PAPER, "paper-held": PAPER_HELD}
@@ -37,7 +38,8 @@ def train_command(
 
     Args:
       out: the folder of the run.
-      settings: a JSON file with some of the fields of :class:`Settings`; what is given otherwise comes before it.
+      settings: a JSON file with some of the fields of :class:`Settings`; what is given otherwise comes before it. Its
+        policy may be a word or a file, as below.
       policy: ``none``, ``paper``, ``paper-held``, or a policy file.
       algorithms: some of the thirty, with commas between them.
       sizes: such as ``4,5,10-12``.
@@ -53,12 +55,14 @@ def train_command(
     with user_input():
         fields = {} if settings is None else _read(settings)
         fields |= {name: value for name, value in given.items() if value is not None}
-        if policy is not None:
-            chosen = find_policy(policy)
+        if isinstance(named := policy or fields.get("policy"), str):
+            chosen = find_policy(named)
             fields["policy"] = None if chosen is None else chosen.to_dict()  # pyright: ignore[reportAttributeAccessIssue]
         asked = Settings.from_json(fields)
-        if minutes is not None and minutes <= 0:
+        if minutes is not None and not minutes > 0:
             raise ValueError(f"expected more than 0 minutes, got {minutes:g}")
+        if (out / FILE).exists() or (out / "cells").exists():
+            raise ValueError(f"expected a folder for a training run, got {str(out)!r}, an evaluation")
         if asked.data == GENERATED:
             upstream.find()
     if _is_main():
@@ -126,7 +130,10 @@ def _is_main() -> bool:
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar with loss, speed and the time that is left, on the standard error stream of the first process."""
+    """A bar with loss, speed and the time that is left, on the standard error stream of the first process.
+
+    Where that is no terminal, there is a line of text for each line of the log.
+    """
     rich = require("rich.progress", "experiments", "the progress bar")
     console = require("rich.console", "experiments", "the progress bar").Console(stderr=True)
     columns = (
@@ -137,7 +144,7 @@ def _progress() -> Iterator[Any]:
         rich.TimeElapsedColumn(),
         rich.TimeRemainingColumn(),
     )
-    shown = console.is_terminal and _is_main()
+    shown, told = console.is_terminal and _is_main(), not console.is_terminal and _is_main()
     with rich.Progress(*columns, console=console, disable=not shown) as bar:
         task = bar.add_task("", total=None, said="")
 
@@ -146,5 +153,7 @@ def _progress() -> Iterator[Any]:
             if line is not None:
                 said = f"loss {line['loss']:.4f}, {line['tokens_per_second']:,.0f} tokens/s"
                 bar.update(task, said=said)
+                if told:
+                    print(f"step {step:,} of {steps:,}: {said}", file=sys.stderr, flush=True)
 
         yield show

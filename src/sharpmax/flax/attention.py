@@ -1,0 +1,178 @@
+"""An ``attention_fn`` with adaptive temperature for the attention modules of linen and of nnx."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+from flax.linen.dtypes import promote_dtype
+
+from ..core.arrays import broadcasts, product
+from ..core.policies import PAPER, Policy, needs_spread
+from ..jax import dot_product_attention, reference
+from ..jax.attention import check_impl, row_betas
+from ..jax.checks import Inputs, check_policy, checked
+
+
+def attention_fn(
+    policy: Policy = PAPER,
+    *,
+    impl: str = "auto",
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = False,
+) -> Any:
+    """What ``linen.MultiHeadDotProductAttention`` and ``nnx.MultiHeadAttention`` take as ``attention_fn``.
+
+    Args:
+      policy, impl, scale, softcap: those of :func:`sharpmax.jax.dot_product_attention`. The parameters of an nnx module
+        as policy belong to the attention module it is given to; a linen module as policy belongs to the module in whose
+        ``__call__`` it was made.
+      is_causal: attend causally without a mask, which would take queries times keys of memory. Positions are counted
+        from the first, so a step of decoding, whose cache brings a mask of its own, is refused.
+
+    Masks may be of any type, as Flax makes them; what is not 0 is seen. Dropout and ``sow_weights`` need all weights at
+    once, so they are served by ``"auto"`` and ``"reference"``. What would silently change nothing (``precision`` and
+    einsum functions) is refused. The softmax is always in float32 or wider.
+    """
+    check_policy(policy)
+    check_impl(impl)
+    settings = Settings(impl, scale, softcap, is_causal)
+    return AttentionModule(policy, settings) if isinstance(policy, nnx.Module) else AttentionFunction(policy, settings)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an ``attention_fn`` was made with, apart from the policy."""
+
+    impl: str
+    scale: float | None
+    softcap: float | None
+    is_causal: bool
+
+
+class _Attends:
+    """The call that Flax makes; every keyword stands in the signature, because linen drops those that do not."""
+
+    policy: Policy
+    settings: Settings
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        mask: Any = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> jax.Array:
+        """Attention ``[batch..., queries, heads, columns]``."""
+        _refuse(
+            precision=precision,
+            einsum_dot_general=einsum_dot_general,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+        )
+        query, key, value = promote_dtype(query, key, value, dtype=dtype)
+        shape = (*query.shape[:-1], value.shape[-1])
+        logits = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+        query, key, value = (x.reshape(product(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
+        mask = None if mask is None else _four(jnp.asarray(mask).astype(bool), logits, "mask")
+        bias = None if bias is None else _four(bias, logits, "bias")
+        given: dict[str, Any] = {
+            "is_causal": is_causal or self._causal(query, key),
+            "scale": self.settings.scale,
+            "softcap": self.settings.softcap,
+        }
+        dropped = 0.0 if deterministic else dropout_rate
+        if module is None and dropped == 0.0:
+            out = dot_product_attention(
+                query, key, value, bias, mask, policy=self.policy, impl=self.settings.impl, **given
+            )
+            return out.reshape(shape)
+        self._check_weights("sow_weights" if dropped == 0.0 else "dropout")
+        none: Any = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "local_window_size"))
+        inputs = checked(query, key, value, bias, mask, **given, **none)
+        weights = _weights(inputs, self.policy)
+        if module is not None:
+            _sow(module, weights.astype(query.dtype).reshape(logits))
+        if dropped > 0.0:
+            weights = weights * _kept(weights, dropped, dropout_rng, broadcast_dropout)
+        return reference.weighted(weights, value, inputs.masks).astype(query.dtype).reshape(shape)
+
+    def _causal(self, query: jax.Array, key: jax.Array) -> bool:
+        if self.settings.is_causal and query.shape[1] != key.shape[1]:
+            raise ValueError(
+                "attention_fn(is_causal=True) counts positions from the first: expected as many queries as keys, got "
+                f"{query.shape[1]} and {key.shape[1]}; a cache brings a mask of its own"
+            )
+        return self.settings.is_causal
+
+    def _check_weights(self, what: str) -> None:
+        if self.settings.impl not in ("auto", "reference"):
+            raise ValueError(f"impl={self.settings.impl!r} does not serve {what}; reference can")
+
+
+@dataclass(frozen=True)
+class AttentionFunction(_Attends):
+    """An ``attention_fn``; equal to another that was made with the same arguments."""
+
+    policy: Policy
+    settings: Settings
+
+
+class AttentionModule(_Attends, nnx.Module):
+    """An ``attention_fn`` whose policy has parameters, which nnx finds."""
+
+    def __init__(self, policy: Any, settings: Settings) -> None:
+        self.policy, self.settings = policy, settings
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"expected {name} to be None, got {value!r}; set jax.default_matmul_precision instead")
+
+
+def _four(x: jax.Array, logits: tuple[int, ...], name: str) -> jax.Array:
+    """A mask or bias with one batch axis."""
+    if not broadcasts(x.shape, logits):
+        raise ValueError(f"expected {name} to broadcast against logits {logits}, got shape {x.shape}")
+    x = x.reshape((1,) * (len(logits) - x.ndim) + x.shape)
+    if any(size != 1 for size in x.shape[:-3]):
+        x = jnp.broadcast_to(x, (*logits[:-3], *x.shape[-3:]))
+    return x.reshape(product(x.shape[:-3]), *x.shape[-3:])
+
+
+def _weights(inputs: Inputs, policy: Policy) -> jax.Array:
+    given = (inputs.bias, inputs.masks, inputs.geometry)
+    stats = reference.row_stats(inputs.q, inputs.k, *given, with_min=needs_spread(policy))
+    return reference.weights(inputs.q, inputs.k, row_betas(policy, stats), *given)
+
+
+def _sow(module: Any, weights: jax.Array) -> None:
+    """Leave the weights where Flax's own attention leaves them."""
+    if isinstance(module, linen.Module):
+        module.sow("intermediates", "attention_weights", weights)
+    else:
+        module.sow(nnx.Intermediate, "attention_weights", weights)
+
+
+def _kept(weights: jax.Array, rate: float, rng: Any, broadcast: bool) -> jax.Array:
+    """Factors 0 or ``1 / (1 - rate)``, drawn as Flax's own attention draws them."""
+    shape = (1, 1, *weights.shape[-2:]) if broadcast else weights.shape
+    return jax.random.bernoulli(rng, 1.0 - rate, shape).astype(weights.dtype) / (1.0 - rate)
