@@ -366,14 +366,14 @@ def _jax_attends(row: dict[str, Any]) -> bool:
     return _attends(row) and not looks_at_values(row)
 
 
-@register("jax-attention-reference", dtypes=("float32", "float64"), takes=_jax_attends, group=lambda row: row["dtype"])
+@register("jax-attention-reference", dtypes=("float32",), takes=_jax_attends, group=lambda row: row["dtype"])
 def jax_attention_reference(case: Case) -> Result:
     return _jax_attention(case, "reference")
 
 
 @register(
     "jax-attention-streaming",
-    dtypes=("float32", "float64", "bfloat16"),
+    dtypes=("float64", "bfloat16"),
     takes=_jax_attends,
     group=lambda row: row["dtype"],
 )

@@ -19,12 +19,11 @@ import sharpmax
 from sharpmax.jax import dot_product_attention, sharded
 
 LENGTH, BATCH = 32, 2
-DETACHED = sharpmax.detached(sharpmax.PAPER)
+BANDED = {"batch_axis": "batch", "softcap": 3.0, "local_window_size": (9, 3)}
 SHARED = ("is_causal", "softcap", "local_window_size")
 MESHES = {
     "line": jax.make_mesh((8,), ("sequence",), axis_types=(AxisType.Auto,)),
-    "explicit": jax.make_mesh((8,), ("sequence",), axis_types=(AxisType.Explicit,)),
-    "grid": jax.make_mesh((2, 4), ("batch", "sequence"), axis_types=(AxisType.Auto,) * 2),
+    "grid": jax.make_mesh((2, 4), ("batch", "sequence"), axis_types=(AxisType.Explicit,) * 2),
 }
 
 
@@ -34,14 +33,7 @@ def by_spread(stats):
 
 CASES = {
     "zigzag": ("line", {"is_causal": True, "layout": "zigzag"}, sharpmax.PAPER, jnp.float64),
-    "spread and softcap": ("grid", {"batch_axis": "batch", "softcap": 3.0, "is_causal": True}, by_spread, jnp.float64),
-    "window, explicit mesh": (
-        "explicit",
-        {"local_window_size": (9, 3)},
-        sharpmax.detached(sharpmax.PAPER),
-        jnp.float64,
-    ),
-    "bfloat16": ("line", {"is_causal": True, "layout": "zigzag"}, sharpmax.LogLength.relative(4), jnp.bfloat16),
+    "window and spread": ("grid", BANDED, by_spread, jnp.float64),
 }
 
 

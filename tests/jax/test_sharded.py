@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharpmax.jax import sharded
+from sharpmax.jax import dot_product_attention, sharded
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,15 +28,14 @@ def found() -> dict[str, dict[str, float]]:
 
 
 def test_eight_devices_give_what_one_gives(found: dict[str, dict[str, float]]) -> None:
-    assert len(found) == 4
+    assert len(found) == 2
     for name, errors in found.items():
-        tolerance = 0.05 if name == "bfloat16" else 1e-12
         assert errors.pop("permutes") > 0, name
         assert errors.pop("gathers") == 0, name
         assert errors.pop("count") == 0, name
         assert {"output", "entropy", "beta", "dq", "dk", "dv"} <= set(errors), name
-        assert max(errors.values()) < tolerance, (name, errors)
-    assert "spread" in found["spread and softcap"]
+        assert max(errors.values()) < 1e-12, (name, errors)
+    assert "spread" in found["window and spread"]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
@@ -49,12 +48,11 @@ def test_zigzag_gives_every_device_the_same_work(devices: int) -> None:
 
 def test_one_device_is_a_ring_too() -> None:
     mesh = jax.make_mesh((1,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
-    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 2, 4)), jnp.float32)
-    from sharpmax.jax import dot_product_attention
-
-    got = sharded.dot_product_attention(q, q, q, mesh=mesh, is_causal=True)
-    assert isinstance(got, jax.Array)
-    np.testing.assert_allclose(got, dot_product_attention(q, q, q, is_causal=True), atol=1e-6)
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 2, 4)), jnp.bfloat16)
+    got: Any = jax.jit(lambda x: sharded.dot_product_attention(x, x, x, mesh=mesh, is_causal=True))(q)
+    assert got.dtype == q.dtype
+    expected: Any = dot_product_attention(q, q, q, is_causal=True)
+    np.testing.assert_allclose(got.astype(float), expected.astype(float), atol=0.01)
 
 
 def test_refused() -> None:

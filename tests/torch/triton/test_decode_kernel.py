@@ -126,8 +126,7 @@ def test_short_caches_and_what_lies_beyond_them(policy: str, splits: int) -> Non
     assert bool((result.output[0] == 0).all())
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (3, 9)])
 @pytest.mark.parametrize("policy", MASKED_POLICIES)
 def test_hidden_keys(policy: str, window: int | None, splits: int) -> None:
     chosen, betas = POLICIES[policy]
