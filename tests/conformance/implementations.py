@@ -373,7 +373,7 @@ def jax_attention_reference(case: Case) -> Result:
 
 @register(
     "jax-attention-streaming",
-    dtypes=("float64", "bfloat16"),
+    dtypes=("float64",),
     takes=_jax_attends,
     group=lambda row: row["dtype"],
 )
