@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from ...extras import require
 
 require("torch", "torch", "sharpmax.tasks.clrs_text.Loader")
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # noq
 from .packing import Packed, Packer  # noqa: E402
 
 Batch = dict[str, torch.Tensor]
+Arrays = dict[str, np.ndarray]
 
 
 class PackedDataset(IterableDataset[Packed]):
@@ -53,18 +56,23 @@ class Loader:
         if self.workers == 0:
             while len(batch := [p for _, p in zip(range(self.batch), self.packer, strict=False)]) == self.batch:
                 self._states = [self.packer.state()]
-                yield _stacked(batch)
+                yield _tensors(_stacked(batch))
             return
         order = [(self._turn + i) % self.workers for i in range(self.workers)]
         dataset = _Parts(self.packer, self.batch, order, self._states)
         batches = DataLoader(
-            dataset, batch_size=None, num_workers=self.workers, multiprocessing_context="spawn", prefetch_factor=4
+            dataset,
+            batch_size=None,
+            collate_fn=_untouched,
+            num_workers=self.workers,
+            multiprocessing_context="spawn",
+            prefetch_factor=4,
         )
         for worker, batch, state in batches:
             if isinstance(batch, str):
                 raise ValueError(batch)
             self._states[worker], self._turn = state, (worker + 1) % self.workers
-            yield batch
+            yield _tensors(batch)
 
     def state(self) -> dict[str, Any]:
         """Where this stands after the last batch that came out, ready for JSON."""
@@ -98,16 +106,17 @@ class Loader:
         return {k: sum(state[k] for state in self._states) for k in ("sequences", "documents", "tokens")}
 
 
-class _Parts(IterableDataset[tuple[int, Batch | str, dict[str, Any]]]):
+class _Parts(IterableDataset[tuple[int, Arrays | str, dict[str, Any]]]):
     """Batches of the part of each worker, with where it stands after them; ``order`` says which part is whose.
 
     What is wrong with the samples comes as a text in the place of a batch, since PyTorch would add a traceback to it.
+    Arrays are sent, not tensors: a worker that is told to end while its queue moves a tensor to shared memory aborts.
     """
 
     def __init__(self, packer: Packer, batch: int, order: list[int], states: list[dict[str, Any]]) -> None:
         self.packer, self.batch, self.order, self.states = packer, batch, order, states
 
-    def __iter__(self) -> Iterator[tuple[int, Batch | str, dict[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[int, Arrays | str, dict[str, Any]]]:
         worker = get_worker_info()
         assert worker is not None
         part = self.order[worker.id]
@@ -120,5 +129,13 @@ class _Parts(IterableDataset[tuple[int, Batch | str, dict[str, Any]]]):
             yield part, str(error), {}
 
 
-def _stacked(batch: list[Packed]) -> Batch:
-    return {name: torch.stack([torch.from_numpy(getattr(p, name)) for p in batch]) for name in Packed._fields}
+def _stacked(batch: list[Packed]) -> Arrays:
+    return {name: np.stack([getattr(p, name) for p in batch]) for name in Packed._fields}
+
+
+def _tensors(arrays: Arrays) -> Batch:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _untouched(sample: Any) -> Any:
+    return sample
