@@ -97,9 +97,10 @@ def log_count(xp: Any, stats: RowStats) -> Array:
 
 
 class Serialisable:
-    """A frozen dataclass that is saved as JSON under its class name."""
+    """A frozen dataclass that is saved as JSON under its class name; ``schema`` says what family it is of."""
 
     kinds: ClassVar[dict[str, type[Serialisable]]] = {}
+    schema: ClassVar[str] = SCHEMA
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -107,37 +108,52 @@ class Serialisable:
             Serialisable.kinds[cls.__name__] = cls
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON object from which :func:`policy_from_dict` makes the same policy."""
-        return {"schema": SCHEMA, **_plain(self)}
+        """A JSON object from which :func:`from_dict` (:func:`policy_from_dict` of a policy) makes the same object."""
+        return {"schema": self.schema, **_plain(self)}
 
     def save(self, path: str | Path) -> None:
-        """Write the policy as JSON; the file is replaced whole or not at all."""
+        """Write this as JSON; the file is replaced whole or not at all."""
         write_text(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a policy of this class."""
-        policy = load_policy(path)
-        if not isinstance(policy, cls):
-            raise ValueError(f"{path} holds a {type(policy).__name__}, not a {cls.__name__}")
-        return policy
+        """Read an object of this class."""
+        found = from_file(path, cls.schema)
+        if not isinstance(found, cls):
+            raise ValueError(f"{path} holds a {type(found).__name__}, not a {cls.__name__}")
+        return found
 
 
 def load_policy(path: str | Path) -> Any:
     """Read any policy that was saved as JSON. Nothing in the file is executed."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a policy file: {error}") from None
-    return policy_from_dict(content)
+    return from_file(path, SCHEMA)
 
 
 def policy_from_dict(content: Any) -> Any:
     """The policy that :meth:`Serialisable.to_dict` described."""
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"expected a policy with schema {SCHEMA!r}, got {schema!r}")
-    return _built({key: value for key, value in content.items() if key != "schema"})
+    return from_dict(content, SCHEMA)
+
+
+def from_file(path: str | Path, schema: str) -> Any:
+    """Read what was saved as JSON under ``schema``. Nothing in the file is executed."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a {_family(schema)} file: {error}") from None
+    return from_dict(content, schema)
+
+
+def from_dict(content: Any, schema: str) -> Any:
+    """What :meth:`Serialisable.to_dict` described, of the family ``schema``."""
+    found = content.get("schema") if isinstance(content, dict) else None
+    if found != schema:
+        raise ValueError(f"expected a {_family(schema)} with schema {schema!r}, got {found!r}")
+    return _built({key: value for key, value in content.items() if key != "schema"}, schema)
+
+
+def _family(schema: str) -> str:
+    """``"policy"`` of ``"sharpmax.policy/1"``."""
+    return schema.partition(".")[2].partition("/")[0]
 
 
 def _plain(value: Any) -> Any:
@@ -151,17 +167,18 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be saved as JSON; save its parameters with the model instead")
 
 
-def _built(value: Any) -> Any:
+def _built(value: Any, schema: str) -> Any:
+    """``value`` as the object it describes; those inside of a policy, or of a mechanism, are policies."""
     if isinstance(value, list):
-        return tuple(_built(item) for item in value)
+        return tuple(_built(item, SCHEMA) for item in value)
     if not isinstance(value, dict):
         return value
-    kind = value.get("kind")
-    if not isinstance(kind, str) or kind not in Serialisable.kinds:
-        raise ValueError(f"unknown policy kind {kind!r}; known are {', '.join(sorted(Serialisable.kinds))}")
-    cls = Serialisable.kinds[kind]
+    kind, known_kinds = value.get("kind"), {k: c for k, c in Serialisable.kinds.items() if c.schema == schema}
+    if not isinstance(kind, str) or kind not in known_kinds:
+        raise ValueError(f"unknown {_family(schema)} kind {kind!r}; known are {', '.join(sorted(known_kinds))}")
+    cls = known_kinds[kind]
     known = {f.name for f in dataclasses.fields(cls) if f.init}  # pyright: ignore[reportArgumentType]
-    given = {key: _built(item) for key, item in value.items() if key != "kind"}
+    given = {key: _built(item, SCHEMA) for key, item in value.items() if key != "kind"}
     if unknown := sorted(set(given) - known):
         raise ValueError(f"{kind} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}")
     try:
