@@ -13,7 +13,7 @@ import pytest
 
 from sharpmax import LogLength
 from sharpmax.diagnostics import measure
-from sharpmax.diagnostics.command import diagnose_command, parse_numbers
+from sharpmax.diagnostics.command import diagnose_command
 from sharpmax.huggingface import weights
 from sharpmax.inputs import InputError
 from tests.diagnostics.models import Characters, build
@@ -81,7 +81,10 @@ def test_prompts_of_a_file_and_the_task(tiny: list[str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": "16,sixty"}, "expected lengths to be whole numbers with commas between them, got '16,sixty'"),
+        (
+            {"lengths": "16,sixty"},
+            "expected lengths to be whole numbers or ranges with commas between them, got '16,sixty'",
+        ),
         ({"lengths": ""}, "expected lengths to be whole numbers"),
         ({"lengths": "0"}, "expected lengths to be whole numbers of at least 1"),
         ({"lengths": "1-99999999999"}, "expected at most 10,000 lengths, got '1-99999999999'"),
@@ -196,8 +199,3 @@ def test_names_are_not_formulas(tiny: list[str], tmp_path: Path, monkeypatch: py
     assert findings[0].startswith("x$a_{$b<script>: 3 layers")
     assert all(path.is_file() for path in paths)
     assert "How sharp are the heads of x$a_{$b&lt;script&gt;?" in paths[0].read_text()
-
-
-def test_numbers() -> None:
-    assert parse_numbers("16, 4,64,4", "lengths") == [4, 16, 64]
-    assert parse_numbers("0-2,5", "layers") == [0, 1, 2, 5]

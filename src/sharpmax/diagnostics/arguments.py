@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.policies import PAPER, PAPER_HELD, load_policy
+from ..core.policies import PAPER, PAPER_HELD
+from ..inputs import find_policy, parse_numbers
 from .sources import MaximumPrompts, Prefixes, Source
 
 POLICIES = {"paper": PAPER, "paper-held": PAPER_HELD}
@@ -14,7 +15,6 @@ TASKS = ("max",)
 DTYPES = ("float32", "bfloat16", "float16")
 
 EPSILON = 0.01
-MOST_NUMBERS = 10_000
 LONGEST_INPUT = 9_999_999
 
 
@@ -45,7 +45,7 @@ def read_arguments(
     check_numbers(epsilon, sample)
     if dtype not in DTYPES:
         raise ValueError(f"expected dtype to be one of {', '.join(DTYPES)}, got {dtype!r}")
-    chosen_policy = named_policy(policy)
+    chosen_policy = find_policy(policy, POLICIES)
     source = _source(prompts, task, text, count, seed)
     asked = list(source.lengths) if lengths is None else parse_numbers(lengths, "lengths")
     check_lengths(asked)
@@ -53,32 +53,6 @@ def read_arguments(
     if isinstance(source, Prefixes):
         asked = _within(source, asked, given=lengths is not None)
     return Asked(source, asked, chosen_layers, chosen_policy)
-
-
-def named_policy(name: str) -> Any:
-    """The policy that a name or a file means."""
-    if name in POLICIES:
-        return POLICIES[name]
-    if not Path(name).is_file():
-        raise ValueError(f"expected the policy to be {', '.join(POLICIES)} or a policy file, got {name!r}")
-    try:
-        return load_policy(name)
-    except (ValueError, TypeError) as error:
-        raise ValueError(str(error) if name in str(error) else f"{name}: {error}") from None
-
-
-def parse_numbers(text: str, what: str) -> list[int]:
-    """``"16,64,256"`` or ``"0-3,8"`` as numbers, sorted."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = (word.strip() for word in part.partition("-"))
-        if not first.isdecimal() or (dash and not (last.isdecimal() and int(last) >= int(first))):
-            raise ValueError(f"expected {what} to be whole numbers with commas between them, got {text!r}")
-        several = range(int(first), int(last if dash else first) + 1)
-        if several.stop - several.start + len(found) > MOST_NUMBERS:
-            raise ValueError(f"expected at most {MOST_NUMBERS:,} {what}, got {text!r}")
-        found.update(several)
-    return sorted(found)
 
 
 def check_lengths(lengths: Sequence[int]) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..extras import require
-from ..inputs import InputError, user_input
-from .arguments import EPSILON, LONGEST_INPUT, parse_numbers, read_arguments
+from ..inputs import user_input
+from .arguments import EPSILON, LONGEST_INPUT, read_arguments
 from .progress import progress_bars
 from .sources import Prefixes
-
-__all__ = ["Written", "diagnose_command", "parse_numbers", "usable"]
 
 
 class Written(NamedTuple):
@@ -22,15 +18,6 @@ class Written(NamedTuple):
 
     findings: list[str]
     paths: list[Path]
-
-
-@contextmanager
-def usable() -> Iterator[None]:
-    """Around checks of what the user gave, and the loading of it."""
-    try:
-        yield
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        raise InputError(" ".join(str(error).split())) from error
 
 
 def diagnose_command(
@@ -69,10 +56,10 @@ def diagnose_command(
       device: where to run; a GPU if there is one.
       dtype: of the weights.
 
-    What cannot be used raises :class:`InputError`, before PyTorch is imported or the model loaded where that can be
-    told.
+    What cannot be used raises :class:`~sharpmax.inputs.InputError`, before PyTorch is imported or the model loaded
+    where that can be told.
     """
-    with usable():
+    with user_input(TypeError, FileNotFoundError):
         asked = read_arguments(
             prompts=prompts, task=task, text=text, lengths=lengths, layers=layers, policy=policy, count=count,
             seed=seed, epsilon=epsilon, sample=sample, dtype=dtype,

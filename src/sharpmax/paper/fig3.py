@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..extras import require
-from ..inputs import InputError, user_input
+from ..inputs import InputError, parse_numbers, user_input
 from .figures import BLUE, COLUMN, GREY, numbers, save_exhibit
 
 if TYPE_CHECKING:
@@ -157,8 +157,6 @@ def run(
     """
     with user_input():
         models = chosen_models(model, MODELS)
-        from ..diagnostics.command import parse_numbers
-
         chosen = SIZES if sizes is None else tuple(parse_numbers(sizes, "sizes"))
         if chosen[0] < 1:
             raise ValueError(f"expected sizes to be at least 1, got {chosen[0]}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..extras import require
-from ..inputs import user_input
+from ..inputs import parse_numbers, user_input
 from .figures import BLUE, GREEN, GREY, INK, PAGE, PURPLE, VERMILION, save_exhibit
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ def run(
 
     given: dict[str, Any] = {"prompts": prompts}
     with user_input():
-        given["lengths"] = None if lengths is None else zero_shot.sizes_from(lengths.split(","))
-        given["items"] = None if items is None else zero_shot.sizes_from(items.split(","))
+        given["lengths"] = None if lengths is None else tuple(parse_numbers(lengths, "lengths"))
+        given["items"] = None if items is None else tuple(parse_numbers(items, "items"))
         given["policies"] = None if policies is None else tuple(policies.split(","))
         settings = dataclasses.replace(
             zero_shot.QUICK if quick else zero_shot.Settings(), **{k: v for k, v in given.items() if v is not None}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.files import write_text
-from ...inputs import InputError, check_folder, user_input
+from ...inputs import InputError, check_folder, parse_numbers, user_input
 from ...provenance import provenance
 from . import shards, upstream
 from .benchmark import SPLITS, Split
@@ -55,8 +55,8 @@ def generate_command(
         chosen = {
             name: made(traces).only(
                 words_of(algorithms),
-                numbers_of(sizes, "sizes"),
-                seeds=numbers_of(seeds, "seeds"),
+                None if sizes is None else parse_numbers(sizes, "sizes"),
+                seeds=None if seeds is None else parse_numbers(seeds, "seeds"),
                 samples=samples,
             )
             for name, made in SPLITS.items()
@@ -184,17 +184,3 @@ def words_of(text: str | None) -> list[str] | None:
     if words is not None and not all(words):
         raise InputError(f"expected names with commas between them, got {text!r}")
     return words
-
-
-def numbers_of(text: str | None, what: str) -> list[int] | None:
-    """``"4,5,10-12"`` as numbers, sorted."""
-    if text is None:
-        return None
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = (word.strip() for word in part.partition("-"))
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first) or int(last) - int(first) > 10_000:
-            raise InputError(f"expected {what} to be whole numbers or ranges with commas between them, got {text!r}")
-        found.update(range(int(first), int(last) + 1))
-    return sorted(found)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...inputs import InputError, check_folder, user_input
+from ...inputs import InputError, check_folder, parse_numbers, user_input
 from . import accuracy, upstream
-from .command import numbers_of, words_of
+from .command import words_of
 from .models import check_length, model_folder
 from .outcomes import FILE, training_seeds, training_summary
 from .packing import LENGTH
@@ -88,8 +88,7 @@ def evaluate_command(
 
 
 def _tuple(text: str | None, what: str) -> tuple[int, ...] | None:
-    found = numbers_of(text, what)
-    return None if found is None else tuple(found)
+    return None if text is None else tuple(parse_numbers(text, what))
 
 
 def _traces(asked: bool | None, training: dict[str, Any] | None) -> bool:

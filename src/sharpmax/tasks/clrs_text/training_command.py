@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...core.policies import PAPER, PAPER_HELD, Policy, load_policy
+from ...core.policies import PAPER, PAPER_HELD, Policy
 from ...extras import require
-from ...inputs import check_folder, user_input
+from ...inputs import check_folder, find_policy, parse_numbers, user_input
 from . import upstream
-from .command import numbers_of, words_of
+from .command import words_of
 from .outcomes import FILE
 from .settings import GENERATED, Settings
 
@@ -51,13 +51,13 @@ def train_command(
     What cannot be used raises :class:`~sharpmax.inputs.InputError`, before the model is loaded where that can be told.
     """
     until = None if minutes is None else time.monotonic() + 60 * minutes
-    given |= {"algorithms": words_of(algorithms), "sizes": numbers_of(sizes, "sizes")}
+    given |= {"algorithms": words_of(algorithms), "sizes": None if sizes is None else parse_numbers(sizes, "sizes")}
     with user_input():
         fields = {} if settings is None else _read(settings)
         fields |= {name: value for name, value in given.items() if value is not None}
         if isinstance(named := policy or fields.get("policy"), str):
-            chosen = find_policy(named)
-            fields["policy"] = None if chosen is None else chosen.to_dict()  # pyright: ignore[reportAttributeAccessIssue]
+            chosen = find_policy(named, POLICIES)
+            fields["policy"] = None if chosen is None else chosen.to_dict()
         asked = Settings.from_json(fields)
         if minutes is not None and not minutes > 0:
             raise ValueError(f"expected more than 0 minutes, got {minutes:g}")
@@ -87,15 +87,6 @@ def train_command(
     if not run.accelerator.is_main_process:
         return []
     return [f"{out}: time is up; the same command goes on"] if found is None else describe(out, found)
-
-
-def find_policy(name: str) -> Policy | None:
-    """The policy that a name or a file means; ``None`` for plain softmax."""
-    if name in POLICIES:
-        return POLICIES[name]
-    if not Path(name).is_file():
-        raise ValueError(f"expected the policy to be {', '.join(POLICIES)} or a policy file, got {name!r}")
-    return load_policy(name)
 
 
 def describe(out: Path, result: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ for _package in ("torch", "transformers"):
 
 from .measures import answers, is_right, perplexity, text  # noqa: E402
 from .policies import CHOICES, head_stats, sharp_heads  # noqa: E402
-from .run import QUICK, TASKS, Settings, Subject, check_cells, find_subject, measure, progress_bar, sizes_from  # noqa: E402
+from .run import QUICK, TASKS, Settings, Subject, check_cells, find_subject, measure, progress_bar  # noqa: E402
 from .table import value, zero_shot_table  # noqa: E402
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "perplexity",
     "progress_bar",
     "sharp_heads",
-    "sizes_from",
     "text",
     "value",
     "zero_shot_table",

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -274,11 +274,3 @@ def find_subject(name_or_path: str, dtype: str | None = None, device: str | None
     if not model.can_generate() or context is None:
         raise ValueError(f"expected a decoder with a known context, got {name_or_path!r}, a {type(model).__name__}")
     return Subject(Path(name_or_path).name, model.to(where), tokenizer, context)
-
-
-def sizes_from(words: Sequence[str]) -> tuple[int, ...]:
-    """Sizes as the command line has them, ascending and each once."""
-    try:
-        return tuple(sorted({int(word) for word in words}))
-    except ValueError:
-        raise ValueError(f"expected whole numbers with commas between them, got {','.join(words)!r}") from None
