@@ -104,6 +104,11 @@ def test_bad_sizes(tiny: None, tmp_path: Path, sizes: str) -> None:
         fig3.run(tmp_path, model=["llama"], sizes=sizes)
 
 
+def test_no_prompts(tiny: None, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="expected at least one prompt for each length, got 0"):
+        fig3.run(tmp_path, model=["llama"], sizes="2", prompts=0)
+
+
 @pytest.mark.skipif(SMOLLM2 not in weights.available(), reason="needs the weights of SmolLM2, see docs/diagnostics.md")
 def test_real_heads_disperse_as_in_figure_3() -> None:
     model, tokenizer = weights.load(SMOLLM2)

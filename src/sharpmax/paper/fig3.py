@@ -34,7 +34,9 @@ def data(models: Sequence[str], sizes: Sequence[int] = SIZES, prompts: int = PRO
     from ..diagnostics.sources import MaximumPrompts
     from ..tasks.prompts import MAXIMUM
 
-    panels = [_panel(name, sizes, MaximumPrompts(prompts, seed)) for name in models]
+    with user_input():
+        source = MaximumPrompts(prompts, seed)
+    panels = [_panel(name, sizes, source) for name in models]
     growth = " ".join(
         f"From {sizes[0]:,} to {sizes[-1]:,} items the mean goes from {p['mean'][0]:.2f} to {p['mean'][-1]:.2f} nats "
         f"in {p['model']}."
@@ -61,9 +63,12 @@ def data(models: Sequence[str], sizes: Sequence[int] = SIZES, prompts: int = PRO
 
 def _panel(name: str, sizes: Sequence[int], source: Any) -> dict[str, Any]:
     from ..diagnostics import diagnose
+    from ..diagnostics.progress import progress_bars
 
     model, tokenizer = load_model(name)
-    found = diagnose(model, tokenizer, source, sizes, name=name, layers=[LAYER])
+    inputs: dict[int, int] = {n: source.prompts for n in sizes}
+    with progress_bars(inputs, lambda n: f"{Path(name).name}, {n:,} items") as show, user_input():
+        found = diagnose(model, tokenizer, source, sizes, name=name, layers=[LAYER], progress=show)
     table = found.table
     heads = sorted(set(table.column("head")))
     entropy = [table.where(head=head).column("entropy_last") for head in heads]
