@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import typer.main
@@ -229,14 +230,32 @@ def test_a_defect_in_training_is_not_taken_for_bad_arguments(monkeypatch, tmp_pa
     assert type(raised.value) is ValueError
 
 
+HEARING = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from sharpmax.__main__ import command
+command()
+"""
+
+
+@contextmanager
+def started(*arguments, environment=None):
+    """A process that hears SIGINT, even where this one ignores it, and that does not outlive a test that fails."""
+    line, pipe = [sys.executable, "-c", HEARING, *arguments], subprocess.PIPE
+    with subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, env=environment) as run:
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
 def test_ctrl_c_in_training_is_quick_and_keeps_what_was_done(tmp_path):
     from sharpmax.tasks.max_retrieval import Protocol, load_checkpoint
 
     Protocol(batch=2, sizes=(2, 3), steps=10**6).save(tmp_path / "p.json")
     arguments = ["train", "max-retrieval", "--protocol", str(tmp_path / "p.json"), "--seeds", "2"]
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    line = [sys.executable, "-m", "sharpmax", *arguments, "--out", str(tmp_path / "heads")]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
+    with started(*arguments, "--out", str(tmp_path / "heads"), environment=environment) as run:
         deadline = time.monotonic() + 120
         while not (tmp_path / "heads" / "checkpoint.json").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -365,15 +384,14 @@ def test_reproduce_all_with_newly_trained_heads(command, tmp_path, made, monkeyp
 
 def test_an_interrupt_says_what_is_saved_and_ends_at_once(tmp_path):
     arguments = ["train", "max-retrieval", "--seeds", "1", "--steps", "100000", "--out", str(tmp_path / "heads")]
-    code = "from sharpmax.__main__ import command; command()"
-    with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True) as process:
+    with started(*arguments) as run:
         while not (tmp_path / "heads").exists():
-            assert process.poll() is None
+            assert run.poll() is None
             time.sleep(0.1)
         time.sleep(1)  # it compiles
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 130
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=120)
+    assert run.returncode == 130
     assert "is saved" in err
     assert "the same command goes on from there" in err
     assert err.endswith("sharpmax: interrupted\n")

@@ -22,8 +22,15 @@ from tests.torch.attention_cases import MASKS, POLICIES, TOLERANCE, close, compa
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("impl", ["reference", "streaming"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_matches_the_oracle(mask: str, impl: str, dtype: torch.dtype) -> None:
+    compare(inputs(dtype), impl, tolerance=TOLERANCE[dtype], **MASKS[mask])
+
+
+@pytest.mark.parametrize("mask", ["full", "causal_window", "softcap_causal", "lengths", "boolean", "bias_hiding"])
+@pytest.mark.parametrize("impl", ["reference", "streaming"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_types_match_the_oracle(mask: str, impl: str, dtype: torch.dtype) -> None:
     compare(inputs(dtype), impl, tolerance=TOLERANCE[dtype], **MASKS[mask])
 
 

@@ -122,7 +122,7 @@ def test_tokens_outside_of_all_documents_triton(triton_everywhere: list[str]) ->
     ],
     ids=["paper", "detached", "length", "number", "callable"],
 )
-@pytest.mark.parametrize("options", [{}, {"causal": True, "window": 3, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True, "window": 3, "softcap": 2.0}], ids=str)
 def test_documents_with_the_policy_inside(
     policy: Any, inside: bool, options: dict[str, Any], triton_everywhere: list[str]
 ) -> None:
