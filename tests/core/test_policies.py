@@ -190,6 +190,8 @@ def test_loading_refuses_in_one_sentence(tmp_path: Path) -> None:
         ('{"schema": "sharpmax.policy/9"}', "got 'sharpmax.policy/9'"),
         ('{"schema": "sharpmax.policy/1", "kind": "Wrong"}', "unknown policy kind 'Wrong'; known are"),
         ('{"schema": "sharpmax.policy/1", "kind": [1]}', "unknown policy kind"),
+        ('{"schema": "sharpmax.mechanism/1", "kind": "Entmax"}', "expected a policy .* got 'sharpmax.mechanism/1'"),
+        ('{"schema": "sharpmax.policy/1", "kind": "Entmax"}', "unknown policy kind 'Entmax'; known are"),
         ('{"schema": "sharpmax.policy/1", "kind": "LearnableStructure"}', "unknown policy kind 'LearnableStructure'"),
         ('{"schema": "sharpmax.policy/1", "kind": "Constant", "theta": 1}', "has no field theta; its fields are beta"),
         ('{"schema": "sharpmax.policy/1", "kind": "Constant", "beta": "x"}', "finite number of at least 0, got 'x'"),

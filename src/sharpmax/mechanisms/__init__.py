@@ -8,8 +8,21 @@ A mechanism is a frozen dataclass over the array API, so NumPy, PyTorch and JAX 
 from __future__ import annotations
 
 from ..core.policies import PAPER, PAPER_HELD, Constant, Hard, LearnableLogLength, LearnableTemperature, LogLength
+from .asentmax import ASEntmax
 from .base import About, Mechanism, load_mechanism, mechanism_from_dict
+from .differential import Differential
+from .entmax import Entmax, LearnedEntmax
+from .linear import Linear, LinearFeatures
+from .relu_squared import ReluSquared
+from .selective import Selective
+from .sigmoid import Sigmoid
+from .sparsemax import Sparsemax
+from .step import StepFeedForward
+from .stick_breaking import StickBreaking
 from .temperature import Temperature
+from .threshold_relative import ThresholdRelative
+from .top_k import TopK
+from .window import Window
 
 MECHANISMS: dict[str, Mechanism] = {
     "softmax": Temperature(),
@@ -20,6 +33,21 @@ MECHANISMS: dict[str, Mechanism] = {
     "ssmax": Temperature(LearnableLogLength(scale=1 / 3)),
     "learned": Temperature(LearnableTemperature()),
     "hard": Temperature(Hard()),
+    "sparsemax": Sparsemax(),
+    "entmax15": Entmax(),
+    "entmax": LearnedEntmax(),
+    "asentmax": ASEntmax(),
+    "top_k": TopK(),
+    "window": Window(),
+    "sigmoid": Sigmoid(),
+    "linear": Linear(),
+    "linear_elu": LinearFeatures(),
+    "stick_breaking": StickBreaking(),
+    "relu_squared": ReluSquared(),
+    "selective": Selective(),
+    "differential": Differential(),
+    "threshold_relative": ThresholdRelative(),
+    "step": StepFeedForward(),
 }
 """Every mechanism by the name that the command line and attention functions know it by."""
 
@@ -38,8 +66,23 @@ def find(mechanism: Mechanism | str) -> Mechanism:
 __all__ = [
     "MECHANISMS",
     "About",
+    "ASEntmax",
+    "Differential",
+    "Entmax",
+    "LearnedEntmax",
+    "Linear",
+    "LinearFeatures",
     "Mechanism",
+    "ReluSquared",
+    "Selective",
+    "Sigmoid",
+    "Sparsemax",
+    "StepFeedForward",
+    "StickBreaking",
     "Temperature",
+    "ThresholdRelative",
+    "TopK",
+    "Window",
     "find",
     "load_mechanism",
     "mechanism_from_dict",

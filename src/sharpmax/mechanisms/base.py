@@ -13,9 +13,11 @@ from ..core.arrays import (
     Array,
     accumulation_dtype,
     broadcasts,
+    device_of,
     dtype_name,
-    floating_dtype,
     library_of,
+    logit_rows,
+    stop_gradient,
 )
 from ..core.policies import Policy
 from ..core.policies.base import Serialisable, from_dict, from_file
@@ -26,13 +28,15 @@ SCHEMA = "sharpmax.mechanism/1"
 class About(NamedTuple):
     """What there is to say of a mechanism, in a sentence or a formula each.
 
-    ========  ==========================================================================
-    title     what it is called in tables
-    paper     where it comes from
-    equation  weights ``a`` of logits ``s``, a row of ``n``
-    training  what it needs when a model is trained with it
-    theorem   whether Theorem 2.2 (softmax disperses as ``n`` grows) applies to it, and why
-    ========  ==========================================================================
+    =========  ==========================================================================
+    title      what it is called in tables
+    paper      where it comes from
+    equation   weights ``a`` of logits ``s``, a row of ``n``
+    training   what it needs when a model is trained with it
+    theorem    whether Theorem 2.2 (softmax disperses as ``n`` grows) applies to it, and why
+    disperses  whether all weights go to 0 as ``n`` grows, whatever bounds the logits have;
+               false if there are bounds at which one weight need not
+    =========  ==========================================================================
     """
 
     title: str
@@ -40,6 +44,7 @@ class About(NamedTuple):
     equation: str
     training: str
     theorem: str
+    disperses: bool
 
 
 class Mechanism(Serialisable, abstract=True):
@@ -108,17 +113,14 @@ class Mechanism(Serialisable, abstract=True):
             ``-inf`` or of at most half of the type's lowest finite number. A row without any key is all zeros.
           parameters: arrays in the place of those that :meth:`parameters` starts from.
         """
-        lib, name = library_of(logits), floating_dtype(logits)
+        self._check_shape(tuple(getattr(logits, "shape", (1,))))
+        lib, rows, _, mask = logit_rows(logits, -1, where)
         xp = lib.xp
-        self._check_shape(tuple(logits.shape))
-        visible = logits >= MASK_THRESHOLD[name]
-        if where is not None:
-            if dtype_name(where) != "bool" or not broadcasts(tuple(where.shape), tuple(logits.shape)):
-                raise ValueError(
-                    f"expected where to be boolean and to broadcast against logits of shape {tuple(logits.shape)}, "
-                    f"got {dtype_name(where)} of shape {tuple(where.shape)}"
-                )
-            visible = visible & where
+        if logits.shape[-1] == 0:
+            return logits if self.maps == 1 else logits[..., :: self.maps, :, :]
+        visible = ~(logits < MASK_THRESHOLD[dtype_name(logits)])
+        if mask is not None:
+            visible = visible & xp.reshape(mask, rows.shape)
         held = xp.where(visible, xp.astype(logits, accumulation_dtype(lib, logits), copy=False), 0.0)
         weights = self.formula(xp, held, visible, self._broadcast(xp, held, parameters))
         if self.maps == 1:
@@ -146,15 +148,36 @@ class Mechanism(Serialisable, abstract=True):
         """Parameters in the type of the logits; those of heads with axes for queries and keys behind them."""
         names = list(self.initial())
         if parameters is None:
-            device = logits.device if library_of(logits).name == "torch" else None
-            parameters = {k: xp.asarray(v, device=device) for k, v in self.parameters().items()}
+            parameters = {k: xp.asarray(v, device=device_of(logits)) for k, v in self.parameters().items()}
         if sorted(parameters) != sorted(names):
             raise ValueError(
                 f"expected parameters {', '.join(names) or 'none'} for {self.about.title}, "
                 f"got {', '.join(parameters) or 'none'}"
             )
-        found = {name: xp.astype(array, logits.dtype, copy=False) for name, array in parameters.items()}
-        return {name: xp.reshape(a, (*a.shape, 1, 1)) if self.heads is not None else a for name, a in found.items()}
+        return {name: self._fitted(xp, logits, name, array) for name, array in parameters.items()}
+
+    def _fitted(self, xp: Any, logits: Array, name: str, array: Array) -> Array:
+        library, given = library_of(logits).name, library_of(array).name
+        if given != library and (library, given) != ("jax", "numpy"):
+            raise TypeError(f"expected parameter {name} to be a {library} array like the logits, got a {given} array")
+        array = xp.astype(array if given == library else xp.asarray(array), logits.dtype, copy=False)
+        shape = tuple(array.shape)
+        if self.heads is not None:
+            if not shape or shape[-1] != self.heads or not broadcasts((*shape[:-1], 1, 1, 1), tuple(logits.shape)):
+                raise ValueError(f"expected parameter {name} of shape [..., {self.heads} heads], got {shape}")
+            return xp.reshape(array, (*shape, 1, 1))
+        if not broadcasts(shape, tuple(logits.shape)):
+            raise ValueError(
+                f"expected parameter {name} to broadcast against logits of shape {tuple(logits.shape)}, got {shape}"
+            )
+        return array
+
+
+def shifted(xp: Any, logits: Array, visible: Array) -> Array:
+    """``s - max s`` of every row, which leaves weights that know no offset as they are; 0 where masked."""
+    held = xp.where(visible, stop_gradient(logits), -xp.inf)
+    highest = xp.max(held, axis=-1, keepdims=True)
+    return xp.where(visible, logits - xp.where(xp.isinf(highest), 0.0, highest), 0.0)
 
 
 def counts(xp: Any, visible: Array, like: Array) -> Array:

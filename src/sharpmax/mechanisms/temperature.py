@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ..core.arrays import Array
 from ..core.policies import Constant, LearnableStructure, Policy, needs_spread
 from ..core.softmax import softmax
 from ..core.stats import row_stats
 from .base import About, Mechanism
+from .temperatures import about_policy
 
 
 @dataclass(frozen=True)
@@ -19,17 +20,17 @@ class Temperature(Mechanism):
 
     chosen_by: Policy = field(default_factory=Constant)
 
-    about: ClassVar[About] = About(
-        title="softmax with a temperature",
-        paper="Velickovic et al. (2025), and those that each policy names",
-        equation="a_i = exp(beta s_i) / sum_j exp(beta s_j), beta = policy(statistics of s)",
-        training="nothing; a learned policy has its parameters in the model",
-        theorem="applies while beta is bounded; beta that grows like log n, or is infinite, escapes it",
-    )
-
     def __post_init__(self) -> None:
         if not callable(self.chosen_by):
             raise ValueError(f"expected chosen_by to be a policy of sharpmax, got {self.chosen_by!r}")
+
+    @property
+    def about(self) -> About:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return about_policy(self.chosen_by)
+
+    @property
+    def inference(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not isinstance(self.chosen_by, LearnableStructure)
 
     @property
     def heads(self) -> int | None:
