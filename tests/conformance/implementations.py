@@ -38,7 +38,7 @@ from sharpmax.torch import row_stats as torch_row_stats
 from sharpmax.torch import scaled_dot_product_attention
 from sharpmax.torch.attention import LARGEST_HEAD
 
-from .cases import Case, raw_cases
+from .cases import Case, load, raw_cases
 from .recipes import DTYPES
 from .results import STATISTICS, Result
 
@@ -352,14 +352,18 @@ def _jax_attention(case: Case, impl: str) -> Result:
     with wide, patch.object(blocks, "CPU", _SPLIT):
         identity = np.eye(length)[None, :, None]
         q, k, v, one = (jax.numpy.asarray(x.astype(dtype)) for x in (query, key, value, identity))
-        given: dict[str, Any] = {"mask": jax.numpy.asarray(kept), "scale": 1.0, "impl": impl}
-        stats = jax_row_stats(q, k, with_min=True, **given)
-        given["policy"] = policy_of(case)
-        found = dot_product_attention(q, k, one, return_stats=True, **given)
-        output, pullback = jax.vjp(lambda k: dot_product_attention(q, k, v, **given), k)
-        (gradient,) = pullback(jax.numpy.ones_like(output))
-        row = RowStats(*(field[0, 0, 0] for field in stats if field is not None))
-        return collected(row, found.beta[0, 0, 0], found.output[0, 0, 0, : case.n], gradient[0, : case.n, 0, 0])
+        return _with_gradient(case, q, k, v, one, {"mask": jax.numpy.asarray(kept), "scale": 1.0, "impl": impl})
+
+
+def _with_gradient(case: Case, q: Any, k: Any, v: Any, identity: Any, given: dict[str, Any]) -> Result:
+    """What attention to a row of keys gives: its weights with the identity for values, and the gradient of ``k``."""
+    stats = jax_row_stats(q, k, with_min=True, **given)
+    given["policy"] = policy_of(case)
+    found = dot_product_attention(q, k, identity, return_stats=True, **given)
+    output, pullback = jax.vjp(lambda k: dot_product_attention(q, k, v, **given), k)
+    (gradient,) = pullback(jax.numpy.ones_like(output))
+    row = RowStats(*(field[0, 0, 0] for field in stats if field is not None))
+    return collected(row, found.beta[0, 0, 0], found.output[0, 0, 0, : case.n], gradient[0, : case.n, 0, 0])
 
 
 def _jax_attends(row: dict[str, Any]) -> bool:
@@ -379,3 +383,24 @@ def jax_attention_reference(case: Case) -> Result:
 )
 def jax_attention_streaming(case: Case) -> Result:
     return _jax_attention(case, "streaming")
+
+
+def _kernels_attend_in_jax(row: dict[str, Any]) -> bool:
+    """The kernels know no mask: rows of which every logit counts."""
+    return _kernels_attend(row) and _jax_attends(row) and bool(load(row["id"]).kept.all())
+
+
+@register("jax-attention-pallas", gpu="jax", dtypes=("float32",), takes=_kernels_attend_in_jax, group=shape_key)
+def jax_attention_pallas(case: Case) -> Result:
+    """The keys that fill rows up lie beyond the sequence length, and hold NaN."""
+    length = LARGEST_HEAD
+    key, value, query = np.full((1, length, 1, 16), np.nan), np.full((1, length, 1, 1), np.nan), np.zeros((1, 1, 1, 16))
+    key[0, : case.n] = 0
+    key[0, : case.n, 0, 0] = case.logits
+    value[0, : case.n, 0, 0] = case.cotangent
+    query[..., 0] = 1
+    identity = np.eye(length)[None, :, None]
+    q, k, v, one = (jax.numpy.asarray(x.astype(DTYPES[case.dtype])) for x in (query, key, value, identity))
+    given = {"key_value_seq_lengths": jax.numpy.asarray([case.n], "int32"), "scale": 1.0, "impl": "pallas"}
+    with jax.default_matmul_precision("highest"):
+        return _with_gradient(case, q, k, v, one, given)

@@ -198,7 +198,7 @@ def test_any_batch_axes_and_types() -> None:
 def test_what_is_refused() -> None:
     x = jnp.zeros((1, 3, 2, 4))
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: attention_fn(impl="flash"), "one of auto, reference, streaming, got 'flash'"),
+        (lambda: attention_fn(impl="flash"), "one of auto, reference, streaming, pallas, got 'flash'"),
         (lambda: attention_fn(impl="streaming")(x, x, x, dropout_rate=0.1), "does not serve dropout; reference can"),
         (lambda: attention_fn(impl="streaming")(x, x, x, module=linen.Dense(1)), "sow_weights; reference can"),
         (lambda: attention_fn()(x, x, x, precision="highest"), "precision to be None, got 'highest'"),

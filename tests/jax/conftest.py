@@ -1,4 +1,4 @@
-"""Blocks of the streaming implementation that small tests reach more than one of; float64."""
+"""Blocks and tiles that small tests reach more than one of; float64."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,8 @@ import jax
 import pytest
 
 from sharpmax.jax import blocks
+from sharpmax.jax.pallas import tiles
+from sharpmax.jax.pallas.tiles import Plan, Tiles
 
 
 @pytest.fixture
@@ -20,3 +22,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> blocks.Sizes:
 def wide() -> Iterator[None]:
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for GPUs run on a CPU, with tiles of which the tests' rows and keys are no multiples."""
+    query, key = Tiles(16, 16, 4, 2), Tiles(32, 16, 4, 2)
+    monkeypatch.setattr(tiles, "INTERPRETED", Plan(Tiles(16, 32, 4, 2), query, key, interpret=True))

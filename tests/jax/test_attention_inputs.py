@@ -43,7 +43,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"local_window_size": (1, 2, 3)}, ValueError, "local_window_size"),
     ({"policy": 1.5}, TypeError, "policy to be callable"),
     ({"policy": lambda stats: jnp.ones(3)}, ValueError, r"rows of shape \(1, 2, 5\), got \(3,\)"),
-    ({"impl": "flash"}, ValueError, "one of auto, reference, streaming, got 'flash'"),
+    ({"impl": "flash"}, ValueError, "one of auto, reference, streaming, pallas, got 'flash'"),
     ({"implementation": "cudnn"}, ValueError, "implementation to be None, got 'cudnn'.*impl ours"),
     ({"return_residual": True}, ValueError, "return_residual to be False; return_stats=True"),
 ]
@@ -79,11 +79,11 @@ def prepared(queries: int, keys: int) -> Any:
 
 
 def test_auto_holds_all_logits_only_where_they_are_few() -> None:
-    assert module.choose("auto", prepared(1, 4096)) is reference
-    assert module.choose("auto", prepared(256, 512)) is reference
-    assert module.choose("auto", prepared(257, 512)) is streaming
-    assert module.choose("streaming", prepared(1, 1)) is streaming
-    assert module.choose("reference", prepared(4096, 4096)) is reference
+    assert module.choose("auto", prepared(1, 4096), None) is reference
+    assert module.choose("auto", prepared(256, 512), None) is reference
+    assert module.choose("auto", prepared(257, 512), None) is streaming
+    assert module.choose("streaming", prepared(1, 1), None) is streaming
+    assert module.choose("reference", prepared(4096, 4096), None) is reference
 
 
 @pytest.mark.parametrize("impl", ["reference", "streaming"])

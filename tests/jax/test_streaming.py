@@ -16,7 +16,8 @@ from jax.extend.core import jaxprs_in_params
 import sharpmax
 import sharpmax.flax
 import sharpmax.jax
-from sharpmax.jax import blocks, dot_product_attention
+from sharpmax.jax import blocks, dot_product_attention, reference, streaming
+from tests.jax import oracle
 from tests.jax.attention_cases import close, inputs, quick
 
 stream = functools.partial(dot_product_attention, impl="streaming")
@@ -167,3 +168,18 @@ def test_blocks_are_small_in_the_tests_that_say_so(small_blocks: blocks.Sizes) -
     assert (pair.row_step, pair.key_step) == (4, 5)
     assert pair.queries % pair.row_step
     assert pair.keys % pair.key_step
+
+
+@pytest.mark.parametrize(("module", "shift"), [(reference, [3, 3]), (reference, [3]), (streaming, [3])])
+@pytest.mark.usefixtures("wide", "small_blocks")
+def test_queries_that_stand_behind_the_first_key(module: Any, shift: list[int]) -> None:
+    """The last rows of a longer sequence, given without those before them."""
+    q, k, v = inputs()
+    truth = oracle.attention(q, k, v, policy=sharpmax.PAPER, scale=0.5, is_causal=True, local_window_size=(4, 0))
+    masks, geometry = blocks.Masks(shift=jnp.asarray(shift)), blocks.Geometry(0.5, left=4, right=0)
+    stats = quick(lambda q, k: module.row_stats(q[:, 3:], k, None, masks, geometry))(q, k)
+    close(stats.entropy, truth.entropy[..., 3:], 1e-11, "entropy")
+    np.testing.assert_array_equal(stats.count, truth.stats.count[..., 3:])
+    beta = jnp.asarray(truth.beta[..., 3:])
+    out = quick(lambda q, k, v: module.attend(q[:, 3:], k, v, beta, None, masks, geometry))(q, k, v)
+    close(out, truth.output[:, 3:], 1e-11, "output")

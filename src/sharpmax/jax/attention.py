@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from ..core.arrays import product
 from ..core.policies import PAPER, Policy, lowered, needs_spread
 from ..core.stats import RowStats
-from . import reference, streaming
+from . import pallas, reference, streaming
 from .checks import Inputs, Window, check_policy, checked
 from .geometry import accumulation, row_counts
 
-MODULES: dict[str, ModuleType] = {"reference": reference, "streaming": streaming}
+MODULES: dict[str, ModuleType] = {"reference": reference, "streaming": streaming, "pallas": pallas}
 """Every implementation: a module with ``row_stats`` and ``attend``."""
 AT_ONCE = 1 << 18
 """Up to so many logits, all of them are held at once where nothing else was asked for."""
@@ -89,13 +89,13 @@ def dot_product_attention(
         built-in policy. Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. Rows of infinite
         beta are hard, uniform over their largest logits.
       softcap: logits are ``softcap * tanh(logits / softcap)``, before the bias is added; beta multiplies the result.
-      impl: ``"reference"`` (all logits at once), ``"streaming"`` (block by block, linear memory), or ``"auto"``: see
-        :func:`choose`.
+      impl: ``"reference"`` (all logits at once), ``"streaming"`` (block by block, linear memory), ``"pallas"`` (kernels
+        for NVIDIA GPUs, then cuDNN on ``beta * query``), or ``"auto"``: see :func:`choose`.
       return_stats: return :class:`Attention` in place of the output.
 
     A query that sees no key gets 0, and so do gradients; ``jax.nn`` gives the mean of all values there. ``streaming``
-    is differentiated in reverse mode, and in forward mode over that; what needs forward mode alone (``jax.jvp``,
-    ``jax.jacfwd``) or reverse mode twice takes ``impl="reference"``.
+    is differentiated in reverse mode, and in forward mode over that, ``pallas`` in reverse mode; what needs forward
+    mode alone (``jax.jvp``, ``jax.jacfwd``) or reverse mode twice takes ``impl="reference"``.
     """
     check_policy(policy)
     _check_names_of_jax(implementation, return_residual)
@@ -105,10 +105,10 @@ def dot_product_attention(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, softcap=softcap,
     )  # fmt: skip
-    module = choose(impl, inputs)
+    module = choose(impl, inputs, policy)
     q, k, v, *rest, _ = inputs
     assert v is not None
-    with _refusing_forward_mode():
+    with _refusing_forward_mode(module):
         beta = None if return_stats else _beta_without_statistics(inputs, policy)
         if beta is not None:
             return inputs.restore(module.attend(q, k, v, beta, *rest))
@@ -142,8 +142,8 @@ def row_stats(
         query, key, None, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, softcap=softcap,
     )  # fmt: skip
-    module = choose(impl, inputs)
-    with _refusing_forward_mode():
+    module = choose(impl, inputs, None)
+    with _refusing_forward_mode(module):
         stats = module.row_stats(inputs.q, inputs.k, inputs.bias, inputs.masks, inputs.geometry, with_min=with_min)
     return inputs.restore(stats)
 
@@ -154,18 +154,34 @@ def check_impl(impl: str) -> None:
         raise ValueError(f"expected impl to be one of {', '.join(('auto', *MODULES))}, got {impl!r}")
 
 
-def choose(impl: str, inputs: Inputs) -> ModuleType:
-    """The implementation that serves a call: the one called ``impl``, or for ``"auto"`` one by size.
+def choose(impl: str, inputs: Inputs, policy: Policy | None) -> ModuleType:
+    """The implementation that serves a call: the one called ``impl``, or for ``"auto"`` one by size and device.
 
     Up to :data:`AT_ONCE` logits (``B * N * T * S``, about what one block of ``"streaming"`` has), ``"auto"`` is
-    ``"reference"``, which JAX differentiates in every mode. Beyond, it is ``"streaming"``: faster, and memory never
-    grows with queries times keys.
+    ``"reference"``, which JAX differentiates in every mode. Beyond, it is ``"pallas"`` for float16 and bfloat16 on an
+    NVIDIA GPU where both its parts serve: the kernels (no mask, no bias, heads of at most 256 columns, a policy that
+    is not hard) and cuDNN (see :func:`.pallas.cudnn_serves`); and where one device runs the call, since kernels are not
+    partitioned: JAX sees one, or the call stands in ``jax.shard_map``. Otherwise it is ``"streaming"``: any device, and
+    memory never grows with queries times keys.
     """
     check_impl(impl)
     logits = product((*inputs.q.shape[:3], inputs.k.shape[1]))
     if logits == 0 or (impl == "auto" and logits <= AT_ONCE):
         return reference
-    return MODULES["streaming" if impl == "auto" else impl]
+    if impl == "auto":
+        return pallas if _kernels_are_fast(inputs, policy) else streaming
+    reason = pallas.refusal(inputs, policy) if impl == "pallas" else ""
+    if reason:
+        raise ValueError(f"impl='pallas' does not serve {reason}; reference, streaming can")
+    return MODULES[impl]
+
+
+def _kernels_are_fast(inputs: Inputs, policy: Policy | None) -> bool:
+    q, k, v, _, masks, geometry, _ = inputs
+    narrow = q.dtype in (jnp.float16, jnp.bfloat16)
+    if not narrow or pallas.refusal(inputs, policy) or not pallas.alone():
+        return False
+    return v is None or pallas.cudnn_serves(q, k, v, masks, geometry)
 
 
 def row_betas(policy: Policy, stats: RowStats) -> jax.Array:
@@ -201,11 +217,12 @@ def _check_names_of_jax(implementation: Any, return_residual: Any) -> None:
 
 
 @contextlib.contextmanager
-def _refusing_forward_mode() -> Iterator[None]:
+def _refusing_forward_mode(module: ModuleType) -> Iterator[None]:
     """Says in one sentence what JAX says of functions that have a backward of their own."""
     try:
         yield
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
-        raise ValueError("impl='streaming' does not serve differentiation in forward mode; reference can") from None
+        (impl,) = (name for name, known in MODULES.items() if known is module)
+        raise ValueError(f"impl={impl!r} does not serve differentiation in forward mode; reference can") from None

@@ -57,7 +57,7 @@ class Geometry(NamedTuple):
 class Masks(NamedTuple):
     """Which keys a query sees besides the band: a mask ``[B|1, N|1, T|1, S|1]``, and lengths ``[B]`` of both.
 
-    ``shift``, ``[B]``, is how far the first query stands behind the first key, where both are parts of a sequence.
+    ``shift``, ``[B|1]``, is how far the first query stands behind the first key, where both are parts of a sequence.
     """
 
     mask: jax.Array | None = None

@@ -5,6 +5,8 @@ The oracle of the other implementations, in any floating-point type; memory is q
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -26,8 +28,9 @@ def logits(
     if geometry.softcap > 0:
         z = geometry.softcap * jnp.tanh(z / geometry.softcap)
     rows, keys = jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
+    band = functools.partial(geometry.visible, keys=keys)
     seen = both(
-        geometry.visible(rows, keys),
+        band(rows) if masks.shift is None else _by_batch(jax.vmap(band)(rows + masks.shift[:, None])),
         masks.mask,
         None if masks.query_lengths is None else (rows < masks.query_lengths[:, None])[:, None, :, None],
         None if masks.key_lengths is None else (keys < masks.key_lengths[:, None])[:, None, None, :],
@@ -79,6 +82,10 @@ def weighted(w: jax.Array, v: jax.Array, masks: Masks) -> jax.Array:
     batch, heads, queries, keys = w.shape
     grouped = w.reshape(batch, v.shape[2], heads // max(1, v.shape[2]), queries, keys)
     return jnp.einsum("bkgts,bskd->btkgd", grouped, v).reshape(batch, queries, heads, v.shape[3])
+
+
+def _by_batch(x: jax.Array | None) -> jax.Array | None:
+    return None if x is None else x[:, None]
 
 
 def _grouped(q: jax.Array, key_heads: int) -> jax.Array:

@@ -205,7 +205,7 @@ def _stats_forward(q: jax.Array, k: jax.Array, ring: Ring) -> tuple[tuple[Any, .
         for theirs, part in zip(ring.ids(i), ring.split(key), strict=True):
             for n, query in enumerate(queries):
                 masks = ring.masks(mine[n], theirs, query)
-                new = streaming._fields(query, part, None, masks, ring.geometry, ring.with_min, ring.limits)
+                new = streaming.fields(query, part, None, masks, ring.geometry, ring.with_min, ring.limits)
                 found[n] = found[n].merge(RowStats(*new))
         return key, found
 
@@ -235,7 +235,7 @@ def _stats_backward(ring: Ring, saved: Any, cotangents: Any) -> tuple[jax.Array,
                 shift, *cotangent = by_row[n]
                 masks = ring.masks(mine[n], theirs, query)
                 given = (query.astype(wide), part.astype(wide), None, masks, shift, None)
-                new = streaming._stats_backward(ring.geometry, False, ring.limits, given, (None, *cotangent))
+                new = streaming.stats_backward(ring.geometry, False, ring.limits, given, (None, *cotangent))
                 dq[n], dk[m] = dq[n] + new[0], dk[m] + new[1]
         return (key, dk), dq
 
@@ -274,10 +274,10 @@ def _attend_forward(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, r
             for n, query in enumerate(queries):
                 masks = ring.masks(mine[n], theirs, query)
                 given = (query.astype(wide), part, values, betas[n], None, masks, ring.geometry)
-                out, top, log_sum = streaming._attend_with_sums(*given, ring.limits)
-                seen = streaming._of_heads(row_counts(query, part, masks, ring.geometry), heads) > 0
+                out, top, log_sum = streaming.attend_with_sums(*given, ring.limits)
+                seen = streaming.of_heads(row_counts(query, part, masks, ring.geometry), heads) > 0
                 new = _Part(out, top, jnp.where(seen, log_sum, -jnp.inf))
-                found[n] = _merged(found[n], new, streaming._of_heads(betas[n], heads))
+                found[n] = _merged(found[n], new, streaming.of_heads(betas[n], heads))
         return shards, found
 
     _, found = ring.round(step, (k, v), [_no_part(x, v, heads) for x in queries], home=False)
@@ -300,7 +300,7 @@ def _merged(a: _Part, b: _Part, beta: jax.Array) -> _Part:
     top = jnp.maximum(*tops)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     logs = [
-        jnp.where(there, streaming._exponent(beta, part.top, top) + part.log_sum, -jnp.inf)
+        jnp.where(there, streaming.exponent(beta, part.top, top) + part.log_sum, -jnp.inf)
         for there, part in zip(seen, (a, b), strict=True)
     ]
     log_sum = jnp.logaddexp(*logs)
@@ -329,7 +329,7 @@ def _attend_backward(ring: Ring, saved: Any, d_out: jax.Array) -> tuple[jax.Arra
                 masks = ring.masks(mine[n], theirs, query)
                 wider = (x.astype(wide) for x in (query, part, values))
                 given = (*wider, betas[n], None, masks, result, *sums[n], ((), None))
-                new = streaming._attend_backward(ring.geometry, ring.limits, given, cotangent)
+                new = streaming.attend_backward(ring.geometry, ring.limits, given, cotangent)
                 found[n] = (found[n][0] + new[0], found[n][1] + new[3])
                 dk[m], dv[m] = dk[m] + new[1], dv[m] + new[2]
         return (key, value, dk, dv), found

@@ -22,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ..core.stats import ZERO_EXPONENT, RowStats
 from .blocks import Block, Grouped, Pair, Rows, Sizes, by_pair, from_pair, over_pairs, sizes
+from .cotangents import instantiated, values, wanted
 from .geometry import Geometry, Masks, accumulation, hidden_logit, row_counts
 
 LOWEST, SMALLEST_BETA = -1e30, 1e-26
@@ -65,7 +66,7 @@ def attend(
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def _fields(
+def fields(
     q: jax.Array,
     k: jax.Array,
     bias: jax.Array | None,
@@ -121,20 +122,21 @@ def _stats_of_rows(pair: Pair, rows: Rows, with_min: bool, counted: bool) -> tup
 def _stats_forward(
     q: Any, k: Any, bias: Any, masks: Any, geometry: Geometry, with_min: bool, limits: Sizes
 ) -> tuple[Fields, Any]:
-    wanted = _wanted(bias)
-    q, k, bias, masks = _values((q, k, bias, masks))
-    fields = _fields(q, k, bias, masks, geometry, with_min, limits)
-    return fields, (q, k, bias, masks, fields[0], wanted)
+    bias_wanted = wanted(bias)
+    q, k, bias, masks = values((q, k, bias, masks))
+    found = fields(q, k, bias, masks, geometry, with_min, limits)
+    return found, (q, k, bias, masks, found[0], bias_wanted)
 
 
-def _stats_backward(geometry: Geometry, with_min: bool, limits: Sizes, saved: Any, cotangents: Any) -> Any:
-    q, k, bias, masks, top, wanted = saved
+def stats_backward(geometry: Geometry, with_min: bool, limits: Sizes, saved: Any, cotangents: Any) -> Any:
+    """The gradients of query, key and bias, from what forward saved: all arguments and the largest logits."""
+    q, k, bias, masks, top, bias_wanted = saved
     _, d_total, d_moment, *_ = cotangents
     if isinstance(d_total, SymbolicZero) and isinstance(d_moment, SymbolicZero):
         return None, None, None, None
     shape = (q.shape[0], k.shape[2])
     by_row = tuple(
-        _of_heads(_instantiated(x), shape[1]) for x in (jnp.where(jnp.isinf(top), 0.0, top), d_total, d_moment)
+        of_heads(instantiated(x), shape[1]) for x in (jnp.where(jnp.isinf(top), 0.0, top), d_total, d_moment)
     )
 
     def of_pair(x: Grouped, top: jax.Array, d_total: jax.Array, d_moment: jax.Array) -> tuple[Any, Any]:
@@ -154,7 +156,7 @@ def _stats_backward(geometry: Geometry, with_min: bool, limits: Sizes, saved: An
             dq, sums = pair.over_keys(rows, step, (jnp.zeros_like(rows.query), sums), slope=True)
             return sums, dq * geometry.scale
 
-        (dk, dbias), dq = pair.carry_rows(of_rows, (jnp.zeros_like(pair.k), _empty_bias(pair, wanted)))
+        (dk, dbias), dq = pair.carry_rows(of_rows, (jnp.zeros_like(pair.k), _empty_bias(pair, bias_wanted)))
         return (dq, dk * geometry.scale), dbias
 
     grouped = Grouped.of(q, k, None, bias, masks)
@@ -162,8 +164,8 @@ def _stats_backward(geometry: Geometry, with_min: bool, limits: Sizes, saved: An
     return from_pair(dq).astype(q.dtype), jnp.moveaxis(dk, 1, 2).astype(k.dtype), _like(dbias, bias), None
 
 
-_stats = jax.custom_vjp(_fields, nondiff_argnums=(4, 5, 6))
-_stats.defvjp(_stats_forward, _stats_backward, symbolic_zeros=True)
+_stats = jax.custom_vjp(fields, nondiff_argnums=(4, 5, 6))
+_stats.defvjp(_stats_forward, stats_backward, symbolic_zeros=True)
 _compiled_stats = jax.jit(_stats, static_argnums=(4, 5, 6))
 
 
@@ -183,10 +185,10 @@ def _attend(
     geometry: Geometry,
     limits: Sizes,
 ) -> jax.Array:
-    return _attend_with_sums(q, k, v, beta, bias, masks, geometry, limits)[0]
+    return attend_with_sums(q, k, v, beta, bias, masks, geometry, limits)[0]
 
 
-def _attend_with_sums(
+def attend_with_sums(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -206,11 +208,11 @@ def _attend_with_sums(
         return pair.each_rows(lambda rows: _attend_of_rows(pair, rows, value, beta)), None
 
     grouped = Grouped.of(q, k, v, bias, masks)
-    (out, top, log_sum), _ = over_pairs(of_pair, (grouped, _of_heads(beta, shape[1])), shape, limits.together)
+    (out, top, log_sum), _ = over_pairs(of_pair, (grouped, of_heads(beta, shape[1])), shape, limits.together)
     return from_pair(out).astype(q.dtype), top, log_sum
 
 
-def _exponent(beta: jax.Array, z: jax.Array, top: jax.Array) -> jax.Array:
+def exponent(beta: jax.Array, z: jax.Array, top: jax.Array) -> jax.Array:
     """``beta * (z - top)``; in rows of infinite beta, 0 for what reaches the top and as good as ``-inf`` below it.
 
     The top is recognised by comparison: ``z - top``, which a compiler may compute in one step from what ``z`` was made
@@ -227,8 +229,8 @@ def _attend_of_rows(pair: Pair, rows: Rows, value: jax.Array, beta: jax.Array) -
     def step(block: Block, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, result = carry
         higher = jnp.maximum(top, lax.stop_gradient(block.logits).max(-1, keepdims=True))
-        fade = jnp.exp(_exponent(beta, top, higher))
-        w = jnp.exp(_exponent(beta, block.logits, higher))
+        fade = jnp.exp(exponent(beta, top, higher))
+        w = jnp.exp(exponent(beta, block.logits, higher))
         part = jnp.einsum("gts,sd->gtd", w, pair.of_keys(value, block.start))
         return higher, fade * total + w.sum(-1, keepdims=True), fade * result + part
 
@@ -244,13 +246,14 @@ def _attend_of_rows(pair: Pair, rows: Rows, value: jax.Array, beta: jax.Array) -
 def _attend_forward(
     q: Any, k: Any, v: Any, beta: Any, bias: Any, masks: Any, geometry: Geometry, limits: Sizes
 ) -> tuple[jax.Array, Any]:
-    wanted = _wanted(beta), _wanted(bias)
-    q, k, v, beta, bias, masks = _values((q, k, v, beta, bias, masks))
-    out, top, log_sum = _attend_with_sums(q, k, v, beta, bias, masks, geometry, limits)
-    return out, (q, k, v, beta, bias, masks, out, top, log_sum, wanted)
+    both_wanted = wanted(beta), wanted(bias)
+    q, k, v, beta, bias, masks = values((q, k, v, beta, bias, masks))
+    out, top, log_sum = attend_with_sums(q, k, v, beta, bias, masks, geometry, limits)
+    return out, (q, k, v, beta, bias, masks, out, top, log_sum, both_wanted)
 
 
-def _attend_backward(geometry: Geometry, limits: Sizes, saved: Any, d_out: Any) -> Any:
+def attend_backward(geometry: Geometry, limits: Sizes, saved: Any, d_out: Any) -> Any:
+    """The gradients of query, key, value, beta and bias, from what forward saved."""
     q, k, v, beta, bias, masks, out, top, log_sum, (beta_wanted, bias_wanted) = saved
     if isinstance(d_out, SymbolicZero):
         return (None,) * 6
@@ -270,7 +273,7 @@ def _attend_backward(geometry: Geometry, limits: Sizes, saved: Any, d_out: Any) 
 
             def step(block: Block, carry: Any) -> Any:
                 dq, d_beta, (dk, dbias), dv = carry
-                w = jnp.exp(_exponent(beta, block.logits, top) - log_sum)
+                w = jnp.exp(exponent(beta, block.logits, top) - log_sum)
                 if block.seen is not None:
                     w = jnp.where(block.seen, w, 0.0)
                 dv = pair.add_to_keys(dv, block.start, jnp.einsum("gts,gtd->sd", w, grad))
@@ -291,7 +294,7 @@ def _attend_backward(geometry: Geometry, limits: Sizes, saved: Any, d_out: Any) 
         ((dk, dbias), dv), (dq, d_beta) = pair.carry_rows(of_rows, empty)
         return (dq, dk * geometry.scale, dv, d_beta), dbias
 
-    given = (Grouped.of(q, k, v, bias, masks), by_pair(d_out, heads), inner, _of_heads(beta, heads), top, log_sum)
+    given = (Grouped.of(q, k, v, bias, masks), by_pair(d_out, heads), inner, of_heads(beta, heads), top, log_sum)
     (dq, dk, dv, d_beta), dbias = over_pairs(of_pair, given, shape, limits.together)
     return (
         from_pair(dq).astype(q.dtype),
@@ -303,7 +306,7 @@ def _attend_backward(geometry: Geometry, limits: Sizes, saved: Any, d_out: Any) 
     )
 
 
-_attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+_attend.defvjp(_attend_forward, attend_backward, symbolic_zeros=True)
 _compiled_attend = jax.jit(_attend, static_argnums=(6, 7))
 
 
@@ -325,8 +328,8 @@ def _gradients(
     return dq, (dk, dbias)
 
 
-def _empty_bias(pair: Pair, wanted: tuple[()] | None) -> jax.Array | None:
-    return None if wanted is None or pair.bias is None else jnp.zeros(pair.bias.shape, pair.dtype)
+def _empty_bias(pair: Pair, asked: tuple[()] | None) -> jax.Array | None:
+    return None if asked is None or pair.bias is None else jnp.zeros(pair.bias.shape, pair.dtype)
 
 
 def _like(gradient: jax.Array | None, bias: jax.Array | None) -> jax.Array | None:
@@ -334,22 +337,6 @@ def _like(gradient: jax.Array | None, bias: jax.Array | None) -> jax.Array | Non
     return None if gradient is None or bias is None else gradient.reshape(bias.shape).astype(bias.dtype)
 
 
-def _of_heads(x: jax.Array, key_heads: int) -> jax.Array:
+def of_heads(x: jax.Array, key_heads: int) -> jax.Array:
     """``x`` (``[B, N, T]``) as ``[B, K, G, T]``."""
     return x.reshape(x.shape[0], key_heads, x.shape[1] // key_heads, x.shape[2])
-
-
-def _wanted(x: Any) -> tuple[()] | None:
-    """``()`` if the gradient of an argument is asked for, else ``None``: a structure, which no transform traces."""
-    return () if x is not None and x.perturbed else None
-
-
-def _values(arguments: Any) -> Any:
-    return jax.tree.map(lambda x: x.value, arguments, is_leaf=lambda x: hasattr(x, "perturbed"))
-
-
-def _instantiated(x: Any) -> jax.Array:
-    if not isinstance(x, SymbolicZero):
-        return x
-    aval: Any = x.aval
-    return jnp.zeros(aval.shape, aval.dtype)

@@ -1,7 +1,7 @@
 """Policies: from the statistics of a row to its inverse temperature beta."""
 
 from .base import Lowered, Policy, load_policy, needs_spread, policy_from_dict
-from .compose import Detached, PerHead, detached, lowered
+from .compose import Detached, PerHead, detached, is_hard, lowered
 from .entropy import PAPER, PAPER_HELD, EntropyCurve, EntropyPolynomial
 from .learnable import LearnableLogLength, LearnableStructure, LearnableTemperature
 from .length import Constant, Hard, LogLength
@@ -22,6 +22,7 @@ __all__ = [
     "PerHead",
     "Policy",
     "detached",
+    "is_hard",
     "load_policy",
     "lowered",
     "needs_spread",

@@ -8,6 +8,7 @@ from typing import Any
 from ..arrays import Array, library_of, stop_gradient
 from ..stats import RowStats
 from .base import Lowered, Policy, Serialisable, needs_spread, set_field
+from .length import Hard
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,13 @@ class PerHead(Serialisable):
 def lowered(policy: Any) -> Lowered | None:
     """``policy`` as plain numbers, or ``None`` if it has no such form."""
     return policy.lower() if hasattr(policy, "lower") else None
+
+
+def is_hard(policy: Any) -> bool:
+    """Whether ``policy`` gives infinite beta by its kind."""
+    if isinstance(policy, PerHead):
+        return any(is_hard(part) for part in policy.policies)
+    return is_hard(policy.policy) if isinstance(policy, Detached) else isinstance(policy, Hard)
 
 
 def check_heads(stats: RowStats, heads: int, what: str) -> None:
