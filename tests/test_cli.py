@@ -370,7 +370,7 @@ def test_reproduce_all_with_newly_trained_heads(command, tmp_path, made, monkeyp
     train = max_retrieval.train
 
     def shortly(protocol, seeds, out, **options):
-        return train(dataclasses.replace(protocol, steps=2), list(seeds)[:2], out, **options)
+        return train(dataclasses.replace(protocol, steps=2, batch=2, sizes=(2, 3)), list(seeds)[:2], out, **options)
 
     monkeypatch.setattr(max_retrieval, "train", shortly)
     code, out, _ = command("reproduce", "all", "--train", "--out", str(tmp_path))

@@ -1,5 +1,6 @@
 """Remark C.1 on random stacks, against a stack written out token by token."""
 
+import functools
 import json
 import math
 
@@ -124,14 +125,16 @@ def test_the_flattened_layer_in_the_data(data):
     assert np.min(with_["distance"]) > 0.3
 
 
-def test_files_and_seeds(tmp_path):
-    paths = depth.run(tmp_path, seed=1)
+def test_files_and_seeds(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(depth, "data", functools.partial(depth.data, stacks=2))
+    paths = depth.run(tmp_path, seed=2)
     assert [path.name for path in paths] == ["depth.png", "depth.pdf", "depth.json"]
     record = json.loads(paths[-1].read_text())
-    assert np.shape(record["residuals"]["with"]["as_is"]["entropy"]) == (4, 10, 8)
-    again = depth.data(seed=1)
-    assert record["residuals"] == again["residuals"]
-    assert record["caption"] == again["caption"]
+    assert np.shape(record["residuals"]["with"]["as_is"]["entropy"]) == (4, 2, 8)
+    assert record["residuals"] == data["residuals"]
+    assert record["caption"] == data["caption"]
+    few = {"sizes": (64,), "stacks": 1, "kinds": 2}
+    assert depth.data(seed=0, **few)["residuals"] != depth.data(seed=1, **few)["residuals"]
     with pytest.raises(InputError, match=r"^expected seed"):
         depth.run(tmp_path / "none", seed=-1)
     assert not (tmp_path / "none").exists()
