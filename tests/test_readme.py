@@ -14,7 +14,7 @@ from tests.doc_tables import PHRASES, TABLES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = {page.name: re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL) for page in PAGES}
 
 
@@ -28,7 +28,7 @@ def test_the_python_examples_run_as_written(page: str, tmp_path: Path, monkeypat
             pytest.skip("the weights of smollm2-135m-instruct are not installed")
     names = {"__name__": "example"}
     for code in EXAMPLES[page]:
-        exec(compile(code, page, "exec"), names)
+        exec(compile(code, page, "exec", dont_inherit=True), names)
 
 
 def test_there_are_examples() -> None:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..core.policies import Policy
+from ..core.policies import Constant, Policy
+from ..mechanisms import Mechanism
 from ..torch import decode_attention, scaled_dot_product_attention, varlen_attention
 from ..torch.decode import MOST_QUERIES
 from .keywords import REMEDY, check_keywords
 from .masks import Kind, describe, is_description
-from .stored import policy_of
+from .stored import choice_of
 
 NAME = "sharpmax"
 IMPL = "sharpmax_impl"
@@ -35,9 +36,10 @@ class Call(NamedTuple):
       module: the model's attention module.
       query: ``[B, H, Lq, D]``.
       key, value: ``[B, Hkv, Lk, D]``; heads are not repeated.
-      options: the keyword arguments of ``scaled_dot_product_attention``, less policy, dropout and impl.
-      policy: the policy of that module.
+      options: the keyword arguments of ``scaled_dot_product_attention``, less policy, mechanism, dropout and impl.
+      policy: the policy of that module; that of softmax where it has a mechanism.
       documents: where packed documents start, int32 ``[documents + 1]``, over the ``B * Lq`` tokens; else ``None``.
+      mechanism: what makes weights of logits in the place of softmax and policy, if anything.
     """
 
     module: nn.Module
@@ -47,6 +49,7 @@ class Call(NamedTuple):
     options: dict[str, Any]
     policy: Policy
     documents: Tensor | None = None
+    mechanism: Mechanism | None = None
 
 
 class _Watching(threading.local):
@@ -145,7 +148,37 @@ def _call(
         options["attn_mask"] = _biased(bias, options["attn_mask"])
     if documents is not None:
         _check_packed(options, queries, keys)
-    return Call(module, query, key, value, options, policy_of(module, query.shape[1]), documents)
+    choice = choice_of(module, query.shape[1])
+    if not isinstance(choice, Mechanism):
+        return Call(module, query, key, value, options, choice, documents)
+    options = _for_mechanism(choice, options, documents, query, keys)
+    return Call(module, query, key, value, options, Constant(1.0), None, choice)
+
+
+def _for_mechanism(
+    mechanism: Mechanism, options: dict[str, Any], documents: Tensor | None, query: Tensor, keys: int
+) -> dict[str, Any]:
+    """The options for a mechanism: a mask in the place of packed documents, and no scale where there are features."""
+    queries = query.shape[2]
+    if mechanism.reads == "rows" and (queries != keys or documents is not None):
+        raise ValueError(
+            f"{mechanism.about.title} reads the logits of earlier queries, which a cache or packed documents do not "
+            f"keep apart: expected one document in a row and as many queries as keys, got {queries} and {keys}; call "
+            "the model on whole sequences with use_cache=False"
+        )
+    options = dict(options)
+    if documents is not None:
+        options["attn_mask"] = _same_document(documents, query.shape[0], queries)
+    if mechanism.features is not None:
+        options["scale"] = None
+    return options
+
+
+def _same_document(starts: Tensor, batch: int, length: int) -> Tensor:
+    """Which of the ``batch * length`` tokens are of one document, ``[B, 1, length, length]``."""
+    tokens = torch.arange(batch * length, device=starts.device, dtype=starts.dtype)
+    document = torch.searchsorted(starts.contiguous(), tokens, right=True).view(batch, 1, length)
+    return document[..., None] == document[..., None, :]
 
 
 def _dense(mask: Any, keys: int) -> Tensor:
@@ -188,8 +221,12 @@ def _serve(call: Call, dropout: float, impl: str) -> Tensor:
         assert isinstance(output, Tensor)
         return output
     return scaled_dot_product_attention(
-        call.query, call.key, call.value, dropout_p=dropout, policy=call.policy, impl=impl, **call.options
+        call.query, call.key, call.value, dropout_p=dropout, impl=impl, **_chosen(call), **call.options
     )
+
+
+def _chosen(call: Call) -> dict[str, Any]:
+    return {"policy": call.policy} if call.mechanism is None else {"mechanism": call.mechanism}
 
 
 def _decodes(call: Call, dropout: float, impl: str) -> bool:
@@ -197,6 +234,7 @@ def _decodes(call: Call, dropout: float, impl: str) -> bool:
     query, key, value, options = call.query, call.key, call.value, call.options
     return (
         impl == "auto"
+        and call.mechanism is None
         and query.shape[2] <= MOST_QUERIES
         and query.shape[2] < key.shape[2]
         and options["is_causal"] == "lower_right"

@@ -1,7 +1,8 @@
-"""The policies of a model, in the model's config.
+"""The policies and mechanisms of a model, in the model's config.
 
-The config holds one text, the JSON of ``{"schema": ..., "rules": [{"policy", "layers", "heads"}, ...]}``. Of the rules
-that name a head, the last decides; a head that none names has plain softmax. A text, not an object, because
+The config holds one text, the JSON of ``{"schema": ..., "rules": [{"policy", "layers", "heads"}, ...]}``, with
+``"mechanism"`` in the place of ``"policy"`` where softmax is replaced. Of the rules that name a head, the last decides;
+a head that none names has plain softmax. A mechanism is for all heads of a layer. A text, not an object, because
 transformers reads and edits the objects in a config, and because ``torch.compile`` takes a text as a constant.
 """
 
@@ -17,17 +18,19 @@ import torch
 
 from ..core.policies import PAPER, Constant, Detached, LearnableStructure, PerHead, Policy, policy_from_dict
 from ..core.policies.base import Serialisable
+from ..mechanisms import Mechanism, mechanism_from_dict
 
 KEY = "sharpmax"
 SCHEMA = "sharpmax.huggingface/1"
 
 
 class Rule(NamedTuple):
-    """A policy, and the layers and heads that it is for (``None`` for all)."""
+    """A policy, or a mechanism in its place, and the layers and heads that it is for (``None`` for all)."""
 
-    policy: Policy
+    policy: Policy | None
     layers: frozenset[int] | None = None
     heads: frozenset[int] | None = None
+    mechanism: Mechanism | None = None
 
     def __str__(self) -> str:
         where = [
@@ -35,7 +38,12 @@ class Rule(NamedTuple):
             for what, which in (("layers", self.layers), ("heads", self.heads))
             if which is not None
         ]
-        return f"{self.policy} in {' and '.join(where) if where else 'all heads'}"
+        return f"{self.choice} in {' and '.join(where) if where else 'all heads'}"
+
+    @property
+    def choice(self) -> Any:
+        """The mechanism if there is one, else the policy."""
+        return self.policy if self.mechanism is None else self.mechanism
 
     def everywhere(self) -> bool:
         """Whether the rule leaves nothing to the rules before it."""
@@ -58,6 +66,26 @@ def check_storable(policy: Any) -> None:
             )
 
 
+def check_switchable(mechanism: Mechanism) -> None:
+    """Refuse a mechanism that a model cannot get by an exchange of its attention function."""
+    title = mechanism.about.title
+    if mechanism.initial():
+        raise ValueError(
+            f"{title} has parameters, which transformers' attention interface has no place for; build the model with "
+            "sharpmax.torch.MultiheadAttention"
+        )
+    if mechanism.maps > 1:
+        raise ValueError(
+            f"{title} takes {mechanism.maps} heads of query and key for each of value, which the model has not; build "
+            "it with sharpmax.torch.MultiheadAttention"
+        )
+    if mechanism.activation is not None:
+        raise ValueError(
+            f"{title}: the exchange of attention does not reach the feed-forward layers; set their activation in the "
+            "model's code"
+        )
+
+
 def written(rules: tuple[Rule, ...]) -> str:
     """The text for a config."""
     return json.dumps(
@@ -65,7 +93,7 @@ def written(rules: tuple[Rule, ...]) -> str:
             "schema": SCHEMA,
             "rules": [
                 {
-                    "policy": rule.policy.to_dict(),  # pyright: ignore[reportAttributeAccessIssue]
+                    "policy" if rule.mechanism is None else "mechanism": rule.choice.to_dict(),
                     "layers": None if rule.layers is None else sorted(rule.layers),
                     "heads": None if rule.heads is None else sorted(rule.heads),
                 }
@@ -87,12 +115,18 @@ def read(text: str) -> tuple[Rule, ...]:
     if schema != SCHEMA:
         raise ValueError(f"expected the config's {KEY!r} to have schema {SCHEMA!r}, got {schema!r}")
     try:
-        return tuple(
-            Rule(policy_from_dict(rule["policy"]), _numbers(rule["layers"]), _numbers(rule["heads"]))
-            for rule in content["rules"]
-        )
+        return tuple(_rule(rule) for rule in content["rules"])
     except (KeyError, TypeError):
         raise ValueError(f"the rules in the config's {KEY!r} are not complete: {text}") from None
+
+
+def _rule(rule: dict[str, Any]) -> Rule:
+    where = (_numbers(rule["layers"]), _numbers(rule["heads"]))
+    if "mechanism" not in rule:
+        return Rule(policy_from_dict(rule["policy"]), *where)
+    mechanism = mechanism_from_dict(rule["mechanism"])
+    check_switchable(mechanism)
+    return Rule(None, *where, mechanism)
 
 
 def _numbers(values: list[int] | None) -> frozenset[int] | None:
@@ -100,26 +134,33 @@ def _numbers(values: list[int] | None) -> frozenset[int] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def policy_for(text: str | None, layer: int | None, heads: int) -> Policy:
-    """The policy of an attention layer with so many heads; the paper's where a config holds none."""
+def choice_for(text: str | None, layer: int | None, heads: int) -> Policy | Mechanism:
+    """The policy or mechanism of an attention layer with so many heads; the paper's where a config holds none."""
     if text is None:
         return PAPER
-    chosen: list[Policy] = [Constant(1.0)] * heads
+    chosen: list[Any] = [Constant(1.0)] * heads
     for rule in read(text):
         if rule.layers is not None and layer is None:
             raise ValueError("the policy is for some layers, but this model's attention does not know its layer")
         if rule.layers is None or layer in rule.layers:
             named = range(heads) if rule.heads is None else [head for head in rule.heads if head < heads]
-            parts = rule.policy.policies if isinstance(rule.policy, PerHead) else (rule.policy,) * heads
+            parts = rule.choice.policies if isinstance(rule.choice, PerHead) else (rule.choice,) * heads
             if len(parts) != heads:
                 raise ValueError(f"expected a policy for each of {heads} heads, got {len(parts)}")
             for head in named:
                 chosen[head] = parts[head]
-    return chosen[0] if all(policy == chosen[0] for policy in chosen) else PerHead(tuple(chosen))
+    if all(choice == chosen[0] for choice in chosen):
+        return chosen[0]
+    if mechanism := next((choice for choice in chosen if isinstance(choice, Mechanism)), None):
+        raise ValueError(
+            f"expected {mechanism.about.title} for all heads of a layer, got other heads with a policy; name layers "
+            "in place of heads"
+        )
+    return PerHead(tuple(chosen))
 
 
 class _Traced:
-    """Policies as attributes, which is how ``torch.compile`` finds an object that was made while it traces."""
+    """Choices as attributes, which is how ``torch.compile`` finds an object that was made while it traces."""
 
 
 _traced = _Traced()
@@ -128,11 +169,11 @@ _names: dict[tuple[str | None, int | None, int], str] = {}
 
 @torch.compiler.assume_constant_result
 def _name(text: str | None, layer: int | None, heads: int) -> str:
-    """The attribute that holds a layer's policy."""
+    """The attribute that holds a layer's policy or mechanism."""
     key = (text, layer, heads)
     if key not in _names:
-        name = f"policy_{len(_names)}"
-        setattr(_traced, name, policy_for(*key))
+        name = f"choice_{len(_names)}"
+        setattr(_traced, name, choice_for(*key))
         _names[key] = name
     return _names[key]
 
@@ -148,13 +189,13 @@ def _ask_rules(text: str) -> bool:
     return any(rule.layers is not None for rule in read(text))
 
 
-def policy_of(module: torch.nn.Module, heads: int) -> Policy:
-    """The policy of a model's attention module."""
+def choice_of(module: torch.nn.Module, heads: int) -> Policy | Mechanism:
+    """The policy or mechanism of a model's attention module."""
     text = getattr(getattr(module, "config", None), KEY, None)
     layer = getattr(module, "layer_idx", None) if _names_layers(text) else None
     if torch.compiler.is_compiling():
         return getattr(_traced, _name(text, layer, heads))
-    return policy_for(text, layer, heads)
+    return choice_for(text, layer, heads)
 
 
 def stored_rules(source: Any) -> tuple[Rule, ...] | None:

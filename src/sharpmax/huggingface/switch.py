@@ -1,4 +1,4 @@
-"""``sharpen``: adaptive temperature on in a model that is in memory, and off again."""
+"""``sharpen``: adaptive temperature, or another mechanism, on in a model that is in memory, and off again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.policies import PAPER, PerHead, Policy
+from ..mechanisms import Mechanism, find
 from ..torch.attention import IMPLEMENTATIONS
+from ..torch.checks import check_policy
 from .interface import IMPL, NAME, register
 from .keywords import check_keywords
-from .stored import KEY, Rule, check_storable, read, written
+from .stored import KEY, Rule, check_storable, check_switchable, choice_for, read, written
 
 SAVED = "attn_implementation"
 """The key of a saved config that asks for an attention implementation; transformers reads it, and never writes it."""
@@ -27,7 +29,7 @@ class Sharpened:
 
     Attributes:
       model: the model that was given.
-      rules: the policies of its layers and heads, the last that names a head decides.
+      rules: the policies and mechanisms of its layers and heads, the last that names a head decides.
     """
 
     def __init__(self, model: nn.Module, rules: tuple[Rule, ...], restore: list[tuple[Any, dict[str, Any]]]) -> None:
@@ -66,6 +68,7 @@ def sharpen(
     *,
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | Mapping[int, Iterable[int]] | None = None,
+    mechanism: Mechanism | str | None = None,
     impl: str = "auto",
 ) -> Sharpened:
     """Turn adaptive temperature on in a model, for all of its attention or for the layers and heads named.
@@ -75,6 +78,9 @@ def sharpen(
       policy: one of sharpmax's own policies, which are saved with the model's config.
       layers: indices of the layers that get the policy (a module's ``layer_idx``); all if not given.
       heads: indices of the query heads that get it, in every such layer, or ``{layer: heads}``; all if not given.
+      mechanism: a mechanism, or the name of one, in the place of softmax and policy; saved likewise. It is for whole
+        layers. One that has parameters, takes more heads or changes the feed-forward layers is refused, and so is
+        decoding with one that reads earlier queries.
       impl: as in :func:`sharpmax.torch.scaled_dot_product_attention`; not saved with the model.
 
     What is not named keeps the policy it has: plain softmax, unless a call before this one said otherwise. In a model
@@ -82,7 +88,7 @@ def sharpen(
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"expected impl to be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    check_storable(policy)
+    policy, found = _asked(policy, mechanism, heads)
     roots = _pluggable(model)
     for root in roots:
         check_keywords({"output_attentions": root.config.output_attentions})
@@ -93,9 +99,10 @@ def sharpen(
             stacklevel=2,
         )
     configs = _policy_configs(model, roots)
-    rules = _rules(model, configs, policy, layers, heads)
+    rules = tuple(rule._replace(mechanism=found) for rule in _rules(model, configs, policy, layers, heads))
     everything = rules if rules[0].everywhere() else (*_present_rules(roots), *rules)
     text = written(everything)
+    _check_layers(model, configs, text)
     owners = [(config, (_INTERNAL, KEY, SAVED)) for config in _configs(model)]
     owners += [(module, (IMPL,)) for module in model.modules()]
     restore = [(owner, {name: owner.__dict__.get(name, _ABSENT) for name in names}) for owner, names in owners]
@@ -115,6 +122,24 @@ def sharpen(
         handle.undo()
         raise
     return handle
+
+
+def _asked(policy: Policy, mechanism: Any, heads: Any) -> tuple[Any, Mechanism | None]:
+    """The policy, or ``None`` and the mechanism that stands in its place."""
+    if mechanism is None:
+        check_policy(policy)
+        check_storable(policy)
+        return policy, None
+    if policy is not PAPER:
+        raise ValueError("expected a mechanism or a policy, got both")
+    found = find(mechanism)
+    check_switchable(found)
+    if found.policy is not None:
+        check_storable(found.policy)
+        return found.policy, None
+    if heads is not None:
+        raise ValueError(f"{found.about.title} is for all heads of a layer; expected layers in place of heads")
+    return None, found
 
 
 def warn_if_idle(model: nn.Module) -> None:
@@ -201,15 +226,11 @@ def _present_rules(roots: list[PreTrainedModel]) -> tuple[Rule, ...]:
 def _rules(
     model: nn.Module,
     configs: list[PreTrainedConfig],
-    policy: Policy,
+    policy: Policy | None,
     layers: Iterable[int] | None,
     heads: Iterable[int] | Mapping[int, Iterable[int]] | None,
 ) -> tuple[Rule, ...]:
-    own = set(map(id, configs))
-    modules = [module for module in model.modules() if id(getattr(module, "config", None)) in own]
-    known = {module.layer_idx for module in modules if isinstance(getattr(module, "layer_idx", None), int)}
-    counts = {getattr(config, "num_attention_heads", None) for config in configs}
-    count = min((count for count in counts if isinstance(count, int)), default=None)
+    known, count = _layers(model, configs), _heads(configs)
     if isinstance(policy, PerHead) and count is not None and len(policy.policies) != count:
         raise ValueError(f"expected a policy for each of {count} heads, got {len(policy.policies)}")
     if isinstance(heads, Mapping):
@@ -227,6 +248,26 @@ def _rules(
             None if heads is None else _indices(heads, "heads", range(count or 0)),
         ),
     )
+
+
+def _layers(model: nn.Module, configs: list[PreTrainedConfig]) -> set[int]:
+    """The layers that modules with one of the configs say they are."""
+    own = set(map(id, configs))
+    modules = (module for module in model.modules() if id(getattr(module, "config", None)) in own)
+    return {layer for module in modules if isinstance(layer := getattr(module, "layer_idx", None), int)}
+
+
+def _heads(configs: list[PreTrainedConfig]) -> int | None:
+    """The smallest number of heads that the configs name."""
+    counts = {getattr(config, "num_attention_heads", None) for config in configs}
+    return min((count for count in counts if isinstance(count, int)), default=None)
+
+
+def _check_layers(model: nn.Module, configs: list[PreTrainedConfig], text: str) -> None:
+    """Refuse rules that do not go together in one layer."""
+    if (count := _heads(configs)) is not None:
+        for layer in sorted(_layers(model, configs)):
+            choice_for(text, layer, count)
 
 
 def _indices(values: Any, what: str, known: Any) -> frozenset[int]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ..core.arrays import product
 from ..core.policies import PAPER, Policy, lowered, needs_spread
 from ..core.stats import RowStats
-from . import pallas, reference, streaming
+from . import mechanisms, pallas, reference, streaming
 from .checks import Inputs, Window, check_policy, checked
 from .geometry import accumulation, row_counts
 
@@ -40,14 +40,16 @@ def dot_product_attention(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: float | None = None,
     is_causal: bool = False, query_seq_lengths: Any = None, key_value_seq_lengths: Any = None,
     local_window_size: Window = None, implementation: None = None, return_residual: Literal[False] = False,
-    policy: Policy = PAPER, softcap: float | None = None, impl: str = "auto", return_stats: Literal[False] = False,
+    policy: Policy = PAPER, mechanism: Any = None, softcap: float | None = None, impl: str = "auto",
+    return_stats: Literal[False] = False,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def dot_product_attention(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: float | None = None,
     is_causal: bool = False, query_seq_lengths: Any = None, key_value_seq_lengths: Any = None,
     local_window_size: Window = None, implementation: None = None, return_residual: Literal[False] = False,
-    policy: Policy = PAPER, softcap: float | None = None, impl: str = "auto", return_stats: Literal[True],
+    policy: Policy = PAPER, mechanism: Any = None, softcap: float | None = None, impl: str = "auto",
+    return_stats: Literal[True],
 ) -> Attention: ...  # fmt: skip
 def dot_product_attention(
     query: Any,
@@ -64,6 +66,7 @@ def dot_product_attention(
     implementation: None = None,
     return_residual: Literal[False] = False,
     policy: Policy = PAPER,
+    mechanism: Any = None,
     softcap: float | None = None,
     impl: str = "auto",
     return_stats: bool = False,
@@ -88,6 +91,8 @@ def dot_product_attention(
       policy: maps :class:`~sharpmax.RowStats` ``[B, N, T]`` to beta, of at least 0; any callable, Flax module or
         built-in policy. Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. Rows of infinite
         beta are hard, uniform over their largest logits.
+      mechanism: what stands in the place of softmax and policy: a name or object of :mod:`sharpmax.mechanisms`, or a
+        :class:`Held` or Flax module with its parameters. Those that are no temperature take ``impl="reference"``.
       softcap: logits are ``softcap * tanh(logits / softcap)``, before the bias is added; beta multiplies the result.
       impl: ``"reference"`` (all logits at once), ``"streaming"`` (block by block, linear memory), ``"pallas"`` (kernels
         for NVIDIA GPUs, then cuDNN on ``beta * query``), or ``"auto"``: see :func:`choose`.
@@ -101,6 +106,16 @@ def dot_product_attention(
     _check_names_of_jax(implementation, return_residual)
     if value is None:
         raise TypeError("expected value to be a JAX or NumPy array, got NoneType")
+    if mechanism is not None:
+        check_impl(impl)
+        chosen = mechanisms.settled(mechanism, policy, local_window_size, is_causal, query, key)
+        if chosen.mechanism is not None:
+            return mechanisms.attention(
+                chosen, query, key, value, bias, mask, impl=impl, return_stats=return_stats, scale=scale,
+                is_causal=is_causal, query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+                local_window_size=local_window_size, softcap=softcap,
+            )  # fmt: skip
+        policy, local_window_size = chosen.policy, chosen.window
     inputs = checked(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, softcap=softcap,

@@ -101,6 +101,20 @@ class Mechanism(Serialisable, abstract=True):
         """
         raise NotImplementedError
 
+    def fold(
+        self, xp: Any, carry: Any, logits: Array, visible: Array, value: Array, count: Array, parameters: Any
+    ) -> Any:
+        """What is carried after a chunk of keys.
+
+        ``logits`` are as :meth:`formula` gets them; ``value`` is ``[..., keys, columns]``, and ``count [..., queries,
+        1]`` how many keys the whole row sees.
+        """
+        raise NotImplementedError
+
+    def finish(self, xp: Any, carry: Any) -> Array:
+        """The output ``[..., queries, columns]``, from what is carried after the last chunk."""
+        raise NotImplementedError
+
     def __call__(
         self, logits: Array, where: Array | None = None, *, parameters: Mapping[str, Array] | None = None
     ) -> Array:
@@ -113,7 +127,7 @@ class Mechanism(Serialisable, abstract=True):
             ``-inf`` or of at most half of the type's lowest finite number. A row without any key is all zeros.
           parameters: arrays in the place of those that :meth:`parameters` starts from.
         """
-        self._check_shape(tuple(getattr(logits, "shape", (1,))))
+        self.check_shape(tuple(getattr(logits, "shape", (1,))))
         lib, rows, _, mask = logit_rows(logits, -1, where)
         xp = lib.xp
         if logits.shape[-1] == 0:
@@ -122,12 +136,13 @@ class Mechanism(Serialisable, abstract=True):
         if mask is not None:
             visible = visible & xp.reshape(mask, rows.shape)
         held = xp.where(visible, xp.astype(logits, accumulation_dtype(lib, logits), copy=False), 0.0)
-        weights = self.formula(xp, held, visible, self._broadcast(xp, held, parameters))
+        weights = self.formula(xp, held, visible, self.broadcast(xp, held, parameters))
         if self.maps == 1:
             weights = xp.where(visible, weights, 0.0)
         return xp.astype(weights, logits.dtype, copy=False)
 
-    def _check_shape(self, shape: tuple[int, ...]) -> None:
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Refuse logits of a shape that this cannot take."""
         title = self.about.title
         if not shape:
             raise ValueError("expected logits with an axis of keys, got a single number")
@@ -144,7 +159,7 @@ class Mechanism(Serialisable, abstract=True):
         if heads is not None and (len(shape) < 3 or shape[-3] != heads):
             raise ValueError(f"expected logits [..., {heads} heads, queries, keys] for {title}, got {shape}")
 
-    def _broadcast(self, xp: Any, logits: Array, parameters: Mapping[str, Array] | None) -> dict[str, Array]:
+    def broadcast(self, xp: Any, logits: Array, parameters: Mapping[str, Array] | None) -> dict[str, Array]:
         """Parameters in the type of the logits; those of heads with axes for queries and keys behind them."""
         names = list(self.initial())
         if parameters is None:
@@ -183,6 +198,12 @@ def shifted(xp: Any, logits: Array, visible: Array) -> Array:
 def counts(xp: Any, visible: Array, like: Array) -> Array:
     """How many keys every row sees, at least 1, ``[..., queries, 1]`` in the type of ``like``."""
     return xp.maximum(xp.sum(xp.astype(visible, like.dtype), axis=-1, keepdims=True), xp.ones_like(like[..., :1]))
+
+
+def check_no_mechanism(policy: Any) -> None:
+    """Refuse a mechanism, or a module that holds one, in the place of a policy."""
+    if isinstance(found := getattr(policy, "structure", policy), Mechanism):
+        raise TypeError(f"expected a policy, got the mechanism {found}; give it to attention as mechanism=")
 
 
 def load_mechanism(path: str | Path) -> Any:

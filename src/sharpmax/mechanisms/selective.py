@@ -54,7 +54,7 @@ class Selective(Mechanism):
     def before(self, xp: Any, logits: Array, visible: Array, position: int | None = None) -> Array:
         """What the queries of this block above each row select, ``[..., queries, keys]``."""
         selected = self._selected(xp, logits, visible, position)
-        return xp.cumulative_sum(selected, axis=-2, include_initial=True)[..., :-1, :]
+        return xp.concat([xp.zeros_like(selected[..., :1, :]), xp.cumsum(selected, -2)[..., :-1, :]], axis=-2)
 
     def _selected(self, xp: Any, logits: Array, visible: Array, position: int | None) -> Array:
         """Positive logits of the first head. The last query stands beside the last key unless ``position`` is given."""

@@ -62,4 +62,5 @@ class StickBreaking(Mechanism):
 
 def _behind(xp: Any, x: Array) -> Array:
     """The sum of the entries behind each, without it: no large number is added and taken away again."""
-    return xp.flip(xp.cumulative_sum(xp.flip(x, axis=-1), axis=-1, include_initial=True)[..., :-1], axis=-1)
+    sums = xp.cumsum(xp.flip(x, axis=-1), -1)[..., :-1]
+    return xp.flip(xp.concat([xp.zeros_like(x[..., :1]), sums], axis=-1), axis=-1)

@@ -52,5 +52,5 @@ class ThresholdRelative(Learned):
     def formula(self, xp: Any, logits: Array, visible: Array, parameters: Mapping[str, Array]) -> Array:
         kept = visible & (logits > 0)
         ones = xp.flip(xp.astype(kept, logits.dtype), axis=-1)
-        distance = xp.flip(xp.cumulative_sum(ones, axis=-1), axis=-1)
+        distance = xp.flip(xp.cumsum(ones, -1), axis=-1)
         return softmax(shifted(xp, logits, kept) + distance * log_sigmoid(xp, parameters["gate"]), where=kept)

@@ -1,4 +1,4 @@
-"""``scaled_dot_product_attention`` with adaptive temperature, and the statistics of attention rows.
+"""``scaled_dot_product_attention`` with adaptive temperature or another mechanism, and the statistics of its rows.
 
 query, key  ->  row_stats  ->  policy  ->  beta  ->  softmax(beta * logits) value
 """
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..core.policies import PAPER, Detached, Hard, PerHead, Policy, lowered, needs_spread
+from ..core.policies import PAPER, Detached, Policy, is_hard, lowered, needs_spread
 from ..core.stats import RowStats
-from . import fused, ops, reference
+from ..mechanisms import Mechanism
+from . import fused, mechanisms, ops, reference
 from .blocks import accumulation
 from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked, forward_mode, has_tangent
 from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL, visible_counts
+from .learnable import Learnable
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -43,15 +45,15 @@ class Attention(NamedTuple):
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: Causal = False, scale: float | None = None, enable_gqa: bool = False, *, policy: Policy = PAPER,
-    window: Window = None, softcap: float | None = None, key_lengths: Tensor | None = None, impl: str = "auto",
-    return_stats: Literal[False] = False,
+    mechanism: Mechanism | Learnable | str | None = None, window: Window = None, softcap: float | None = None,
+    key_lengths: Tensor | None = None, impl: str = "auto", return_stats: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: Causal = False, scale: float | None = None, enable_gqa: bool = False, *, policy: Policy = PAPER,
-    window: Window = None, softcap: float | None = None, key_lengths: Tensor | None = None, impl: str = "auto",
-    return_stats: Literal[True],
+    mechanism: Mechanism | Learnable | str | None = None, window: Window = None, softcap: float | None = None,
+    key_lengths: Tensor | None = None, impl: str = "auto", return_stats: Literal[True],
 ) -> Attention: ...  # fmt: skip
 def scaled_dot_product_attention(
     query: Tensor,
@@ -64,6 +66,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     policy: Policy = PAPER,
+    mechanism: Mechanism | Learnable | str | None = None,
     window: Window = None,
     softcap: float | None = None,
     key_lengths: Tensor | None = None,
@@ -87,14 +90,21 @@ def scaled_dot_product_attention(
         Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. Rows of infinite beta are hard,
         uniform over their largest logits, with ``"reference"`` and ``"streaming"``; ``"triton"`` and ``"stock"`` refuse
         :class:`~sharpmax.Hard`, and take 10,000 for an infinity that any other policy gives.
+      mechanism: what makes weights of logits in the place of softmax and policy: a name of
+        ``sharpmax.mechanisms.MECHANISMS``, a mechanism (with the parameters that it starts from, if it has any), or a
+        :class:`~sharpmax.torch.Learnable` that holds them. The default policy is not used then, and any other is
+        refused. A mechanism that has a policy goes the ways of policies, and ``Window`` that of windows, its keys
+        counted back from the last unless ``is_causal=True``. The others are served by ``"reference"``, and those that
+        fold by ``"streaming"``. Differential attention takes query and key with two heads for each of value, and
+        a mechanism with features no scale.
       window: ``w``: keys less than ``w`` positions away are seen (the ``w`` latest, if causal); or ``(left, right)``,
         how many keys before and after its own position a query sees, -1 for all.
       softcap: logits are ``softcap * tanh(logits / softcap)``, before the mask is added; beta multiplies the result.
       key_lengths: ``[B]``; keys from there on are not seen, whatever they hold. Numbers are taken as within 0 and Lk.
       impl: ``"reference"`` (all logits at once), ``"streaming"`` (any device), ``"triton"`` (GPU), ``"stock"`` (torch's
-        own attention on ``beta * query``), or ``"auto"``: see :func:`choose`. An implementation that cannot serve a
-        call says so.
-      return_stats: return :class:`Attention` in place of the output.
+        own attention on ``beta * query``), or ``"auto"``: see :func:`choose`, and for mechanisms
+        :func:`.mechanisms.choose`. An implementation that cannot serve a call says so.
+      return_stats: return :class:`Attention` in place of the output; for a mechanism without a policy there is none.
 
     A query that sees no key gets 0, and so do gradients.
     """
@@ -102,10 +112,20 @@ def scaled_dot_product_attention(
     check_dropout(dropout_p)
     if value is None:
         raise TypeError("expected value to be a torch tensor, got NoneType")
+    held = None
+    if mechanism is not None:
+        check_impl(impl)
+        policy, held, size = mechanisms.settled(mechanism, policy)
+        if size is not None:
+            window, is_causal = mechanisms.latest(size, window, is_causal, attn_mask)
+        if held is not None:
+            mechanisms.check_served(held, scale, return_stats)
     inputs = checked(
         query, key, value, attn_mask, key_lengths, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
-        enable_gqa=enable_gqa,
+        enable_gqa=enable_gqa, maps=1 if held is None else held.mechanism.maps,
     )  # fmt: skip
+    if held is not None:
+        return inputs.restore(mechanisms.attention(held, inputs, dropout_p, impl))
     chosen = choose(impl, inputs, policy, may_round=True)
     with torch.autocast(device_type=inputs.q.device.type, enabled=False):
         if not return_stats:
@@ -278,13 +298,6 @@ def _stock_refusal(inputs: Inputs, policy: Policy | None) -> str:
         "hard attention": is_hard(policy),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def is_hard(policy: Any) -> bool:
-    """Whether a policy gives infinite beta."""
-    if isinstance(policy, PerHead):
-        return any(is_hard(part) for part in policy.policies)
-    return is_hard(policy.policy) if isinstance(policy, Detached) else isinstance(policy, Hard)
 
 
 def row_betas(policy: Policy, stats: RowStats) -> Tensor:

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..core.arrays import broadcasts, product
+from ..mechanisms.base import check_no_mechanism
 from .geometry import ALL, Geometry
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -48,19 +49,25 @@ def checked(
     window: Window,
     softcap: float | None,
     enable_gqa: bool,
+    maps: int = 1,
 ) -> Inputs:
-    """The arguments of attention in one layout; bad ones are refused."""
+    """The arguments of attention in one layout; bad ones are refused.
+
+    Where ``maps`` of logits make one of weights, value (and so the output) has the fewer heads.
+    """
     tensors = {"query": query, "key": key} | ({} if value is None else {"value": value})
     check_tensors(tensors)
     if isinstance(attn_mask, CausalBias):
         attn_mask, is_causal = None, _causality(attn_mask, query, key, is_causal, key_lengths)
     _check_mask(attn_mask, query)
     query, key, value, attn_mask = under_autocast(query, key, value, attn_mask)
-    _check_shapes(query, key, value, enable_gqa)
+    _check_shapes(query, key, value, enable_gqa, maps)
     geometry = geometry_of(query, is_causal, scale, window, softcap)
     batch, leading = product(query.shape[:-3]), tuple(query.shape[:-2])
     heads = query.shape[-3] if query.ndim > 2 else 1
     logits = (*leading, query.shape[-2], key.shape[-2])
+    if maps > 1:
+        leading = (*leading[:-1], heads // maps)
     q, k, v = (None if x is None else _four(x) for x in (query, key, value))
     assert q is not None
     assert k is not None
@@ -99,14 +106,16 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool) -> None:
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool, maps: int) -> None:
     tensors = [x for x in (query, key, value) if x is not None]
     if query.ndim < 2 or any(x.ndim != query.ndim for x in tensors):
         raise misfit("tensors [..., length, columns] with the same number of axes", tensors)
     if query.shape[-1] != key.shape[-1] or query.shape[-1] == 0:
         raise misfit("query and key with the same number of columns, at least 1", tensors)
-    if value is not None and value.shape[:-1] != key.shape[:-1]:
+    if value is not None and maps == 1 and value.shape[:-1] != key.shape[:-1]:
         raise misfit("key and value alike but for their columns", tensors)
+    if value is not None and maps > 1 and _heads_of_value(key, maps) != value.shape[:-1]:
+        raise misfit(f"tensors with heads, {maps} of query and of key for each of value", tensors)
     if query.shape[:-3] != key.shape[:-3]:
         raise misfit("the same batch axes", tensors)
     if query.ndim > 2 and query.shape[-3] != key.shape[-3]:
@@ -114,6 +123,13 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: 
             raise misfit("as many heads of query as of key, or enable_gqa=True", tensors)
         if key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]:
             raise misfit("the query's heads to be a multiple of the key's", tensors)
+
+
+def _heads_of_value(key: Tensor, maps: int) -> tuple[int, ...] | None:
+    """What the value's shape begins with where ``maps`` heads of the key go with one of the value."""
+    if key.ndim < 3 or key.shape[-3] % maps:
+        return None
+    return (*key.shape[:-3], key.shape[-3] // maps, key.shape[-2])
 
 
 def misfit(expected: str, tensors: list[Tensor]) -> ValueError:
@@ -195,6 +211,11 @@ def forward_mode() -> bool:
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
+def transformed() -> bool:
+    """Whether one of torch.func's transforms is at work."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def has_tangent(*values: Any) -> bool:
     """Whether a derivative in forward mode hangs on a tensor among ``values``."""
     return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in values)
@@ -210,7 +231,7 @@ def geometry_of(
         raise ValueError(f"expected softcap to be a positive number or None, got {softcap!r}")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"expected scale to be a finite number, got {scale!r}")
-    left, right = _band(window)
+    left, right = band(window)
     if is_causal:
         right = 0
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
@@ -221,7 +242,8 @@ def _whole(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
-def _band(window: Any) -> tuple[int, int]:
+def band(window: Any) -> tuple[int, int]:
+    """How many keys before and after its own position a query sees, :data:`ALL` for all."""
     if window is None:
         return ALL, ALL
     if _whole(window) and window >= 1:
@@ -238,6 +260,7 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def check_policy(policy: Any) -> None:
-    """Refuse a policy that cannot be called."""
+    """Refuse a policy that cannot be called, and a mechanism in the place of one."""
+    check_no_mechanism(policy)
     if not callable(policy):
         raise TypeError(f"expected policy to be callable with RowStats, got {type(policy).__name__}")

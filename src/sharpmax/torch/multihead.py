@@ -1,4 +1,4 @@
-"""``torch.nn.MultiheadAttention`` with adaptive temperature."""
+"""``torch.nn.MultiheadAttention`` with adaptive temperature or another mechanism."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.policies import PAPER, Policy
+from ..mechanisms import Mechanism, find
 from .attention import check_impl, scaled_dot_product_attention
 from .checks import check_policy
+from .learnable import Learnable
+from .mechanisms import settled
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -19,6 +22,8 @@ class MultiheadAttention(nn.MultiheadAttention):
       policy: as in :func:`~sharpmax.torch.scaled_dot_product_attention`. One with parameters, such as
         :class:`~sharpmax.torch.Learnable`, becomes a submodule; its parameters are not in the ``state_dict`` of torch's
         module, which then loads with ``strict=False``.
+      mechanism: likewise, in the place of the policy. One with parameters, given by name or as an object, is made a
+        :class:`~sharpmax.torch.Learnable` here. Differential attention splits queries and keys of a head in two.
       impl: the implementation, likewise.
 
     Attention weights are never formed, so ``need_weights`` must be ``False``, which is the default here. Inside
@@ -41,18 +46,24 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: Any = None,
         *,
         policy: Policy = PAPER,
+        mechanism: Mechanism | Learnable | str | None = None,
         impl: str = "auto",
     ) -> None:
         if add_bias_kv or add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn are not served; append the key yourself")
         check_policy(policy)
         check_impl(impl)
+        held = None if mechanism is None else settled(mechanism, policy).held
         super().__init__(
             embed_dim, num_heads, dropout, bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device,
             dtype=dtype,
         )  # fmt: skip
         self.policy = policy
+        self.mechanism = _learnable(mechanism)
+        self.maps = 1 if held is None else held.mechanism.maps
         self.impl = impl
+        if self.head_dim % self.maps:
+            raise ValueError(f"expected heads whose columns can be split in {self.maps}, got {self.head_dim} columns")
 
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None
@@ -111,12 +122,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool,
     ) -> Tensor:
         """The output of ``[batch, length, columns]`` tensors."""
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._projected(query, key, value))
+        heads = (self.num_heads * self.maps, self.num_heads * self.maps, self.num_heads)
+        projected = zip(self._projected(query, key, value), heads, strict=True)
+        q, k, v = (x.unflatten(-1, (count, -1)).transpose(1, 2) for x, count in projected)
         dropout = self.dropout if self.training else 0.0
-        heads = scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal, policy=self.policy, key_lengths=key_lengths, impl=self.impl
-        )
-        return self.out_proj(heads.transpose(1, 2).flatten(-2))
+        output = scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal, policy=self.policy, mechanism=self.mechanism, key_lengths=key_lengths,
+            impl=self.impl,
+        )  # fmt: skip
+        return self.out_proj(output.transpose(1, 2).flatten(-2))
 
     def _nested(
         self,
@@ -157,6 +171,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                     f"batch times heads, got {tuple(mask.shape)}"
                 )
             mask = mask.reshape(batch, self.num_heads, queries, keys)
+            if self.maps > 1:
+                mask = mask.repeat_interleave(self.maps, dim=1)
         if mask is not None and mask.dtype == torch.bool:
             mask = ~mask
         if padding is None:
@@ -171,3 +187,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         if mask is not None and mask.dtype == torch.bool:
             return padding.masked_fill(~mask, float("-inf"))
         return padding if mask is None else mask + padding
+
+
+def _learnable(mechanism: Mechanism | Learnable | str | None) -> Mechanism | Learnable | None:
+    """A module for a mechanism with parameters."""
+    if mechanism is None or isinstance(mechanism, Learnable):
+        return mechanism
+    found = find(mechanism)
+    return Learnable(found) if found.initial() else found

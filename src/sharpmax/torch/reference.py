@@ -5,6 +5,8 @@ The oracle of the other implementations, in any floating-point type; memory is q
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def row_stats(
     with_min: bool = False,
 ) -> RowStats:
     """The statistics of every row of logits, ``[B, Hq, Lq]``."""
-    z, seen = logits(q, _without_padding(k, key_lengths), geometry, mask=mask, key_lengths=key_lengths)
+    z, seen = logits(q, without_padding(k, key_lengths), geometry, mask=mask, key_lengths=key_lengths)
     return statistics(z, where=seen, with_min=with_min)
 
 
@@ -62,13 +64,26 @@ def attend(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """``softmax(beta * z) v`` in the type of ``q``."""
-    k, v = _without_padding(k, key_lengths), _without_padding(v, key_lengths)
-    z, seen = logits(q, k, geometry, mask=mask, key_lengths=key_lengths)
-    weights = softmax(z, where=seen, beta=beta)
+    given = (geometry, mask, key_lengths, dropout_p)
+    return weighted(q, k, v, lambda z, seen: softmax(z, where=seen, beta=beta), *given).to(q.dtype)
+
+
+def weighted(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights_of: Callable[[Tensor, Tensor | None], Tensor],
+    geometry: Geometry,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """``weights v`` in float32 or float64; ``weights_of`` takes what :func:`logits` gives."""
+    k, v = without_padding(k, key_lengths), without_padding(v, key_lengths)
+    weights = weights_of(*logits(q, k, geometry, mask=mask, key_lengths=key_lengths))
     if dropout_p > 0:
         weights = torch.nn.functional.dropout(weights, dropout_p)
-    out = _grouped(weights, v) @ v.to(z.dtype).unsqueeze(2)
-    return out.flatten(1, 2).to(q.dtype)
+    return (_grouped(weights, v) @ v.to(weights.dtype).unsqueeze(2)).flatten(1, 2)
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
@@ -76,7 +91,7 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
     return x.unflatten(1, (k.shape[1], x.shape[1] // max(1, k.shape[1])))
 
 
-def _without_padding(x: Tensor, key_lengths: Tensor | None) -> Tensor:
+def without_padding(x: Tensor, key_lengths: Tensor | None) -> Tensor:
     """``x`` with 0 for what lies beyond the key lengths, which may be anything."""
     if key_lengths is None:
         return x

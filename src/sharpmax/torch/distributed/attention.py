@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...core.policies import PAPER, Policy, needs_spread
+from ...core.policies import PAPER, Policy, is_hard, needs_spread
 from ...core.stats import RowStats
 from .. import ops
-from ..attention import Attention, choose, is_hard, row_betas, served_betas
+from ..attention import Attention, choose, row_betas, served_betas
 from ..blocks import accumulation
 from ..checks import Causal, Inputs, Window, check_policy, checked, misfit
 from ..geometry import Geometry, visible_counts
