@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from ..core.files import write_text
 from ..core.policies import PAPER, Constant, EntropyPolynomial, Hard, LogLength, Policy
 from ..inputs import user_input
+from ..progress import progress_bar
 from ..tasks.max_retrieval import evaluate, paired_p_values
 from .figures import PAGE, numbers, save_exhibit
 from .max_retrieval import Heads, file_name, find_heads, fit, parse_sizes
@@ -143,24 +141,6 @@ def _published(sizes: Sequence[int], accuracy: dict[str, np.ndarray]) -> dict[st
     }
 
 
-@contextmanager
-def _progress_bar(what: str, items: int) -> Iterator[Callable[[str, int], None]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=items, now="")
-
-        def tell(now: str, done: int) -> None:
-            bar.update(task, advance=done, now=now)
-
-        yield tell
-
-
 def run(
     out: Path,
     protocol: str | None = None,
@@ -186,7 +166,14 @@ def run(
         heads = find_heads(protocol, checkpoint)
     sets = SETS.get(jax.default_backend(), SETS["gpu"]) if sets is None else sets
     name = file_name("table1", heads)
-    with _progress_bar(f"{name}, {sets:,} sets a size and seed", sum(chosen)) as tell:
+    with progress_bar(f"{name}, {sets:,} sets a size and seed") as show_progress:
+        done = 0
+
+        def tell(now: str, items: int) -> None:
+            nonlocal done
+            done += items
+            show_progress(done, sum(chosen), now)
+
         table = data(heads, chosen, sets, tell)
     paths = save_exhibit(out, name, table, draw, (PAGE, 3.2))
     for suffix, text in (("csv", csv_text(table)), ("md", markdown(table))):

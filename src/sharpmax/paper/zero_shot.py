@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..extras import require
 from ..inputs import parse_numbers, user_input
+from ..progress import progress_bar
 from .figures import BLUE, GREEN, GREY, INK, PAGE, PURPLE, VERMILION, save_exhibit
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def run(
         )
         subject = zero_shot.find_subject(model, dtype)
         zero_shot.check_cells(subject, settings, out / "zero_shot")
-    with zero_shot.progress_bar(subject.name) as show:
+    with progress_bar(subject.name) as show:
         results = zero_shot.measure(subject, settings, out / "zero_shot", show)
     name = f"zero_shot_{subject.name}"
     paths = save_exhibit(out, name, data(results), draw, (PAGE, 2.9))

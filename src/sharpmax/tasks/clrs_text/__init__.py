@@ -13,7 +13,7 @@ from .lengths import token_lengths
 from .packing import IGNORED, LENGTH, Packed, Packer, pack
 from .scoring import Answer, Score, score, split_answer
 from .settings import Settings as TrainingSettings
-from .shards import CorruptShardError, generate, load_manifest, progress_bar, verify
+from .shards import CorruptShardError, generate, load_manifest, verify
 from .stream import Generated, Samples, Stored
 from .text import Generator, Sample, generate_samples
 from .tokens import CHARACTERS, CharacterTokenizer, Document, Encoder, check_tokenizer
@@ -37,7 +37,6 @@ __all__ = [
     "generate",
     "verify",
     "load_manifest",
-    "progress_bar",
     "CorruptShardError",
     "Samples",
     "Generated",

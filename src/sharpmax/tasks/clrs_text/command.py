@@ -9,6 +9,7 @@ from typing import Any
 
 from ...core.files import write_text
 from ...inputs import InputError, check_folder, parse_numbers, user_input
+from ...progress import progress_bar
 from ...provenance import provenance
 from . import shards, upstream
 from .benchmark import SPLITS, Split
@@ -70,7 +71,7 @@ def generate_command(
 def _generate(out: Path, name: str, split: Split, processes: int | None, shard: int) -> list[str]:
     folder, training = out / name, out / "train"
     against = training if name != "train" and _same_kind(training, split) else None
-    with shards.progress_bar(f"{name} samples") as show, user_input():
+    with progress_bar(f"{name} samples") as show, user_input():
         try:
             made = shards.generate(
                 folder, split=split, processes=processes, shard=shard, against=against, progress=show
@@ -115,7 +116,7 @@ def _most(manifest: dict[str, Any], count: Any) -> str:
 
 def verify_command(folder: Path) -> list[str]:
     """Read every shard of a folder; one that is missing or corrupt is named."""
-    with user_input(), shards.progress_bar("checking samples") as show:
+    with user_input(), progress_bar("checking samples") as show:
         return describe(folder, shards.verify(folder, show))
 
 
@@ -143,7 +144,7 @@ def lengths_command(
     check_folder(out)
     found: dict[str, Any] = {"model": Path(model).name, "begin": encoder.begin, "end": encoder.end}
     for name, made in SPLITS.items():
-        with shards.progress_bar(f"{name} sizes") as show:
+        with progress_bar(f"{name} sizes") as show:
             found[name] = token_lengths(made(traces), encoder, samples=samples, length=length, progress=show)
     path = out / f"clrs_text_lengths_{Path(model).name}.json"
     write_text(path, json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ...inputs import InputError, check_folder, parse_numbers, user_input
+from ...progress import progress_bar
 from . import accuracy, upstream
 from .command import words_of
 from .models import check_length, model_folder
 from .outcomes import FILE, training_seeds, training_summary
 from .packing import LENGTH
-from .shards import progress_bar
 
 DTYPES = ("float32", "bfloat16", "float16")
 RUN_FILES = ("training.json", "checkpoint.json", "log.jsonl")

@@ -24,7 +24,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.files import write_bytes, write_text
-from ...extras import require
 from ...provenance import provenance
 from . import upstream
 from .benchmark import SPLITS, Split
@@ -348,30 +346,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: delete it and generate again, which checks every shard that is there")
     return found
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Progress]:
-    """A bar in the terminal, on the standard error stream; yields what ``progress`` takes."""
-    rich = require("rich.progress", "experiments", "the progress bar")
-    console = require("rich.console", "experiments", "the progress bar").Console(stderr=True)
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(bar_width=20),
-        rich.MofNCompleteColumn(),
-        rich.TextColumn("{task.fields[rate]}"),
-        rich.TimeElapsedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None, rate="")
-
-        def show(done: int, of: int) -> None:
-            bar.update(task, total=of, completed=done)
-            speed = bar.tasks[0].speed
-            bar.update(task, rate=f"{speed:,.0f}/s" if speed else "")
-
-        yield show
 
 
 def verify(folder: str | Path, progress: Progress | None = None) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.policies import PAPER, PAPER_HELD, Policy
-from ...extras import require
 from ...inputs import check_folder, find_policy, parse_numbers, user_input
+from ...progress import progress_bar
 from . import upstream
 from .command import words_of
 from .outcomes import FILE
@@ -125,26 +125,16 @@ def _progress() -> Iterator[Any]:
 
     Where that is no terminal, there is a line of text for each line of the log.
     """
-    rich = require("rich.progress", "experiments", "the progress bar")
-    console = require("rich.console", "experiments", "the progress bar").Console(stderr=True)
-    columns = (
-        rich.TextColumn("steps"),
-        rich.BarColumn(bar_width=20),
-        rich.MofNCompleteColumn(),
-        rich.TextColumn("{task.fields[said]}"),
-        rich.TimeElapsedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    shown, told = console.is_terminal and _is_main(), not console.is_terminal and _is_main()
-    with rich.Progress(*columns, console=console, disable=not shown) as bar:
-        task = bar.add_task("", total=None, said="")
+    told = _is_main() and not sys.stderr.isatty()
+    with progress_bar("steps", shown=_is_main()) as bar:
+        said = ""
 
         def show(step: int, steps: int, line: dict[str, Any] | None) -> None:
-            bar.update(task, total=steps, completed=step)
+            nonlocal said
             if line is not None:
                 said = f"loss {line['loss']:.4f}, {line['tokens_per_second']:,.0f} tokens/s"
-                bar.update(task, said=said)
                 if told:
                     print(f"step {step:,} of {steps:,}: {said}", file=sys.stderr, flush=True)
+            bar(step, steps, said)
 
         yield show

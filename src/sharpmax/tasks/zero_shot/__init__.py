@@ -10,7 +10,7 @@ for _package in ("torch", "transformers"):
 
 from .measures import answers, is_right, perplexity, text  # noqa: E402
 from .policies import CHOICES, head_stats, sharp_heads  # noqa: E402
-from .run import QUICK, TASKS, Settings, Subject, check_cells, find_subject, measure, progress_bar  # noqa: E402
+from .run import QUICK, TASKS, Settings, Subject, check_cells, find_subject, measure  # noqa: E402
 from .table import value, zero_shot_table  # noqa: E402
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "is_right",
     "measure",
     "perplexity",
-    "progress_bar",
     "sharp_heads",
     "text",
     "value",

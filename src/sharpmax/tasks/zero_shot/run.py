@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ...core.files import write_text
 from ...diagnostics.fingerprint import fingerprint
-from ...extras import require
+from ...progress import Show
 from ...provenance import provenance
 from ..prompts import Prompt, maximum_question, needle_question, sized
 from . import measures, policies
@@ -99,9 +98,6 @@ class Subject:
     def budget(self) -> int:
         """Tokens that one batch may hold."""
         return 131_072 if self.model.device.type == "cuda" else 4096
-
-
-Show = Callable[[int, int, str], None]
 
 
 def measure(subject: Subject, settings: Settings, out: Path, show: Show = lambda done, of, now: None) -> dict[str, Any]:
@@ -240,22 +236,6 @@ def _cell(path: Path, settings: dict[str, Any], measured: Callable[[], dict[str,
     result = measured()
     write_text(path, json.dumps({"settings": settings, "result": result, "provenance": provenance()}, indent=1) + "\n")
     return result
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Show]:
-    """A bar in the terminal with the cell that is measured now; yields what ``show`` takes."""
-    rich = require("rich.progress", "experiments", "the progress bar")
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(bar_width=10),
-        rich.MofNCompleteColumn(),
-        rich.TextColumn("{task.fields[now]}"),
-        rich.TimeElapsedColumn(),
-    )
-    with rich.Progress(*columns) as bar:
-        task = bar.add_task(what, total=None, now="")
-        yield lambda done, of, now: bar.update(task, total=of, completed=done, now=now)
 
 
 def find_subject(name_or_path: str, dtype: str | None = None, device: str | None = None) -> Subject:
