@@ -102,7 +102,7 @@ def test_bound_with_numbers_beyond_reading(command):
         (["bound", "--spread"], "--spread"),
         (["bound", "--width", "1"], "--width"),
         (["bound", "extra"], "extra"),
-        (["bounds"], "expected one of bound, fit, diagnose, zero-shot, train, models, clrs-text, reproduce"),
+        (["bounds"], "expected one of bound, fit, compare, diagnose, zero-shot, train, models, clrs-text, reproduce"),
         (["--loud"], "--loud"),
         (["reproduce", "fig99"], "got 'fig99'"),
         (["reproduce", "fig99"], "failure, depth, all"),

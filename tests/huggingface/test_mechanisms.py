@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, StaticCache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from sharpmax import LearnableTemperature
+import sharpmax
 from sharpmax.huggingface import Call, Rule, observe, register, sharpen, stored_rules
 from sharpmax.mechanisms import MECHANISMS, Mechanism, Temperature, TopK, Window, find
 from tests.huggingface import families
 from tests.huggingface.test_switch import state
-from tests.torch.test_mechanisms import switches
+from tests.torch.test_mechanism_page import switches
 
 register()
 IDS = families.tokens(2, 13)
@@ -92,7 +93,7 @@ def test_softmax_and_policies_are_policies() -> None:
     stock = logits(model)
     with sharpen(model, mechanism="softmax"):
         torch.testing.assert_close(logits(model), stock)
-    with sharpen(model, mechanism="adaptive_held", heads=[1]) as handle:
+    with sharpen(model, copy.deepcopy(sharpmax.PAPER), mechanism="adaptive_held", heads=[1]) as handle:
         assert handle.rules == (Rule(MECHANISMS["adaptive_held"].policy, None, frozenset({1})),)
 
 
@@ -140,7 +141,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "differential": ({"mechanism": "differential"}, "differential attention has parameters, which transformers'"),
     "asentmax": ({"mechanism": "asentmax"}, "has parameters, .*; build the model with sharpmax.torch.Multihead"),
     "ssmax": ({"mechanism": "ssmax"}, "has parameters, .*"),
-    "learned": ({"mechanism": Temperature(LearnableTemperature())}, "has parameters, "),
+    "learned": ({"mechanism": Temperature(sharpmax.LearnableTemperature())}, "has parameters, "),
     "step": ({"mechanism": "step"}, "does not reach the feed-forward layers"),
     "heads": ({"mechanism": "sparsemax", "heads": [0]}, "is for all heads of a layer; expected layers in place of"),
     "both": ({"mechanism": "sparsemax", "policy": MECHANISMS["hard"].policy}, "a mechanism or a policy, got both"),
@@ -180,6 +181,29 @@ def test_selective_attention_needs_whole_sequences() -> None:
             model(IDS[:1], position_ids=positions, use_cache=False)
 
 
+@pytest.mark.parametrize("name", ["selective", "stick_breaking", "window"])
+def test_padding_before_a_sequence_changes_nothing(name: str) -> None:
+    model = families.causal("llama", attention="sdpa")
+    positions = (PADDED.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), sharpen(model, mechanism=CHOSEN.get(name, name)):
+        padded = model(IDS, attention_mask=PADDED, position_ids=positions, use_cache=False).logits[0, 4:]
+        alone = model(IDS[:1, 4:], use_cache=False).logits[0]
+    torch.testing.assert_close(padded, alone, rtol=1e-9, atol=1e-9)
+
+
+def test_a_window_needs_the_place_of_its_queries() -> None:
+    """A dense mask over a cache of 20 places does not say which of them are taken."""
+    model = families.causal("llama", attention="sdpa")
+    mask = torch.zeros(2, 1, 13, 20, dtype=torch.bool)
+    mask[..., :13] = torch.ones(13, 13, dtype=torch.bool).tril()
+    with torch.no_grad(), sharpen(model, mechanism=Window(4)):
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        with pytest.raises(ValueError, match=r"counts back from a query's own key, .* got 13 and 20"):
+            model(IDS, attention_mask=mask, past_key_values=cache, use_cache=True)
+        whole = model(IDS, attention_mask=mask[..., :13], use_cache=False).logits
+        torch.testing.assert_close(whole, model(IDS, use_cache=False).logits)
+
+
 def test_packed_documents_do_not_see_each_other_also_compiled() -> None:
     model = families.causal("llama", attention="sdpa")
     positions = torch.cat([torch.arange(5), torch.arange(8)])[None].expand(2, -1)
@@ -192,7 +216,7 @@ def test_packed_documents_do_not_see_each_other_also_compiled() -> None:
 
 
 def test_what_switches_is_what_the_table_says() -> None:
-    """The column "Hugging Face" of docs/mechanisms.md, which tests/torch/test_mechanisms.py makes."""
+    """The column "Hugging Face" of docs/mechanisms.md, which tests/torch/test_mechanism_page.py makes."""
     model = families.causal("llama", attention="sdpa")
     for name, mechanism in MECHANISMS.items():
         try:

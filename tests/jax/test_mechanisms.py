@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -127,6 +128,11 @@ def test_learned_temperatures_are_policies() -> None:
         np.testing.assert_allclose(chosen.policy(stats), 2.0, rtol=1e-6)
 
 
+def test_a_copy_of_the_default_policy_is_the_default() -> None:
+    chosen = module.settled("sigmoid", copy.deepcopy(sharpmax.PAPER), None, False, *inputs()[:2])
+    assert chosen.mechanism == find("sigmoid")
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a name": ({"mechanism": "sharpmin"}, "expected a mechanism to be one of softmax, .*'sharpmin'"),
     "both": ({"mechanism": "sigmoid", "policy": sharpmax.Constant()}, "expected a mechanism or a policy, got both"),
@@ -135,6 +141,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scale": ({"mechanism": "linear_elu", "scale": 0.5}, "expected no scale for linear attention with features"),
     "heads": ({"mechanism": "differential"}, "expected 2 heads of query and of key for each of value, got shapes"),
     "rows": ({"mechanism": "selective", "is_causal": True, "short": True}, "as many queries as keys, got 4 and"),
+    "a band": ({"mechanism": "selective", "local_window_size": 3, "short": True}, "as many queries as keys, got 4 and"),
     "window": ({"mechanism": "window", "short": True}, "as many queries as keys, or is_causal=True, got 4 and 9"),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +33,16 @@ def test_k_beyond_the_row_is_softmax(library: str) -> None:
     for mechanism in (TopK(5), TopK(50), Window(50)):
         row = slice(-1, None) if isinstance(mechanism, Window) else slice(None)
         np.testing.assert_allclose(numbers(mechanism(logits))[row], numbers(find("softmax")(logits))[row], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(TopK, "k"), (Window, "size")])
+def test_sizes_are_whole_numbers(kind: Any, name: str, tmp_path: Path) -> None:
+    found = kind(np.int64(3))
+    found.save(tmp_path / "saved.json")
+    assert found == kind(3) == kind.load(tmp_path / "saved.json")
+    for wrong in (0, 2.0, True, "3", None):
+        with pytest.raises(ValueError, match=f"expected {name} to be a whole number of at least 1, got {wrong!r}"):
+            kind(wrong)
 
 
 def test_at_most_k_share_a_row() -> None:

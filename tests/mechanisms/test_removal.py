@@ -79,6 +79,18 @@ def test_the_first_key_stays_if_told_to(first_stays: bool) -> None:
     assert np.abs(want - other).max() > 0.1
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_padding_before_a_sequence_changes_nothing(library: str) -> None:
+    """The key that stays is the first that is seen, wherever it stands."""
+    logits, visible = square()
+    padded = np.pad(logits, ((0, 0), (3, 0), (3, 0)), constant_values=9.0)
+    seen = np.pad(visible, ((0, 0), (3, 0), (3, 0)))
+    weights = numbers(cases.at_once(library, Selective())(make(library, padded), make(library, seen, "bool")))
+    np.testing.assert_allclose(weights[:, 3:, 3:], oracle.selective(logits, visible, {}), rtol=1e-5, atol=1e-7)
+    assert not weights[:, :3].any()
+    assert not weights[..., :3].any()
+
+
 def test_the_first_head_selects_for_all() -> None:
     """Other heads' logits change their own weights alone; the first head's change everyone's."""
     logits, visible = square()

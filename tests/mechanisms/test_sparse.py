@@ -76,6 +76,24 @@ def test_the_gradient_of_alpha_is_that_of_the_package() -> None:
     torch.testing.assert_close(*slopes, rtol=1e-7, atol=1e-10)
 
 
+def test_second_derivatives() -> None:
+    """Where weights come by steps; sorting is differentiated as it stands."""
+    z = torch.tensor([[0.3, -0.2, 0.9, -1.1], [1.4, 1.0, -3.0, 0.2]], dtype=torch.float64, requires_grad=True)
+    alpha_logit = torch.tensor(-0.4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(Entmax(1.3), (z,), fast_mode=True)
+    learned = LearnedEntmax()
+    assert torch.autograd.gradgradcheck(lambda z, a: learned(z, parameters={"alpha_logit": a}), (z, alpha_logit))
+
+
+def test_an_alpha_of_1_is_said_to_be_softmax() -> None:
+    about = Entmax(1.0).about
+    assert about.disperses
+    assert about.theorem.startswith("applies")
+    assert not Entmax(1.01).about.disperses
+    row = np.append(np.zeros(10**5), 2.0)
+    np.testing.assert_allclose(Entmax(1.0)(row).max(), math.exp(2) / (10**5 + math.exp(2)), rtol=1e-9)
+
+
 def test_zeros_are_zeros_and_have_no_gradient() -> None:
     x = torch.tensor([3.0, 2.8, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
     for mechanism in (Sparsemax(), Entmax(), Entmax(1.8)):

@@ -68,6 +68,19 @@ def test_what_is_said_is_said_of_the_policy(policy: Any, title: str, disperses: 
     assert all(isinstance(text, str) and text for text in about[:5])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (find("sigmoid"), r"expected a policy, got the mechanism Sigmoid\(\)"),
+        (sharpmax.Constant, "expected chosen_by to be a policy of sharpmax, got <class"),
+        ("adaptive", "expected chosen_by to be a policy of sharpmax, got 'adaptive'"),
+    ],
+)
+def test_what_is_no_policy_is_refused(wrong: Any, sentence: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        Temperature(wrong)
+
+
 def test_every_registered_temperature_has_words_of_its_own() -> None:
     about = [MECHANISMS[name].about for name in cases.TEMPERATURES]
     for part in ("title", "equation", "theorem"):

@@ -13,7 +13,7 @@ import sharpmax
 from sharpmax.inputs import InputError
 from sharpmax.paper import fig6, max_retrieval
 from sharpmax.paper.figures import render
-from sharpmax.tasks.max_retrieval import Samples
+from sharpmax.tasks.max_retrieval import Samples, fitting
 from sharpmax.tasks.max_retrieval.data import Stream
 from sharpmax.tasks.max_retrieval.evaluation import sample_logits
 
@@ -101,7 +101,7 @@ def test_heads_with_hardly_a_sample_can_be_drawn(
     counts = {16: {"total": 8, "already_largest": 8 - kept, "no_optimum": 0}}
     x = np.linspace(1, 2, kept)
     samples = Samples(x, x, np.zeros(kept, int), np.full(kept, 16), counts, (0,), (16,))
-    monkeypatch.setattr(max_retrieval, "collect", lambda *args, **options: samples)
+    monkeypatch.setattr(fitting, "collect", lambda *args, **options: samples)
     data = fig6.data(heads, (16,), 8)
     assert f"{kept} were kept and {8 - kept} dropped" in data["caption"]
     assert set(render(data, fig6.draw, (6.75, 3))) == {"png", "pdf"}

@@ -18,7 +18,7 @@ from sharpmax.__main__ import main
 from sharpmax.inputs import InputError
 from sharpmax.paper import max_retrieval, table1, table1_views
 from sharpmax.paper.published import TABLE1
-from sharpmax.tasks.max_retrieval import PRESETS, Samples, evaluate, load_checkpoint, train
+from sharpmax.tasks.max_retrieval import PRESETS, Samples, evaluate, fitting, load_checkpoint, train
 from sharpmax.tasks.max_retrieval.step import State
 from tests.paper.test_figures import strings
 
@@ -33,8 +33,8 @@ def quick() -> Iterator[None]:
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(max_retrieval, "FIT_SIZES", (16,))
-        patch.setattr(max_retrieval, "LARGEST_FIT_SIZE", 32)
+        patch.setattr(fitting, "FIT_SIZES", (16,))
+        patch.setattr(fitting, "LARGEST_FIT_SIZE", 32)
         yield
     jax.config.update("jax_disable_most_optimizations", before)
 
@@ -216,7 +216,7 @@ def test_fit_writes_a_policy_that_loads(
     assert "kept" in printed
     assert "dropped" in printed
     policy = sharpmax.load_policy(output)
-    fitted = max_retrieval.fit(load_checkpoint(heads), (16, 32), 64)
+    fitted = fitting.fit(load_checkpoint(heads), (16, 32), 64)
     assert policy == (fitted.samples.fit_monotone() if curve else fitted.polynomial)
     if not curve:
         assert policy.beyond == "hold_end"
@@ -235,14 +235,14 @@ def samples(n: int, kept: int) -> Samples:
 def test_heads_with_few_samples(
     monkeypatch: pytest.MonkeyPatch, kept: int, degree: int, says: str | None, heads: Path
 ) -> None:
-    monkeypatch.setattr(max_retrieval, "collect", lambda params, seeds, sizes, sets: samples(sizes[0], kept))
-    fitted = max_retrieval.fit(load_checkpoint(heads))
+    monkeypatch.setattr(fitting, "collect", lambda params, seeds, sizes, sets, **_: samples(sizes[0], kept))
+    fitted = fitting.fit(load_checkpoint(heads))
     assert fitted.samples.sizes == (16, 32)
     assert fitted.kept == 2 * kept
     assert len(fitted.polynomial.coefficients) == degree + 1
     assert fitted.notes[0].startswith(f"sizes up to 16 gave {kept} samples")
     assert [says in note for note in fitted.notes[1:]] == [True] if says else len(fitted.notes) == 1
-    assert max_retrieval.fit(load_checkpoint(heads), (16,)).samples.sizes == (16,)  # asked for: nothing is added
+    assert fitting.fit(load_checkpoint(heads), (16,)).samples.sizes == (16,)  # asked for: nothing is added
 
 
 def test_the_name_of_a_preset_is_for_what_it_stands_for(heads: Path, tmp_path: Path) -> None:

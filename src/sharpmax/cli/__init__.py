@@ -9,6 +9,7 @@ import typer
 from .. import __version__
 from .bound import bound
 from .clrs_text import clrs_text
+from .compare import compare
 from .exhibits import reproduce
 from .groups import Commands, help_if_alone
 from .heads import fit, train
@@ -40,6 +41,7 @@ def _sharpmax(
 
 app.command()(bound)
 app.command()(fit)
+app.command()(compare)
 app.add_typer(train, name="train")
 app.command()(diagnose)
 app.command("zero-shot")(zero_shot)

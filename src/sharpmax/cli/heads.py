@@ -78,12 +78,13 @@ def fit(
     """
     require("jax", "experiments", "Fitting")
     from ..paper import max_retrieval
+    from ..tasks.max_retrieval.fitting import FIT_SETS, fit
 
     with user_input():
         chosen = None if sizes is None else max_retrieval.parse_sizes(sizes)
         heads = max_retrieval.find_heads(None, checkpoint)
     check_folder(output.parent)
-    fitted = max_retrieval.fit(heads.checkpoint, chosen, max_retrieval.FIT_SETS if sets is None else sets)
+    fitted = fit(heads.checkpoint, chosen, FIT_SETS if sets is None else sets)
     if not fitted.kept:
         raise InputError(
             "the true maximum had the largest logit in every validation set, so there is nothing to fit; "

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..core.policies import Constant, Policy
-from ..mechanisms import Mechanism
+from ..mechanisms import Mechanism, Window
 from ..torch import decode_attention, scaled_dot_product_attention, varlen_attention
 from ..torch.decode import MOST_QUERIES
 from .keywords import REMEDY, check_keywords
@@ -165,6 +165,11 @@ def _for_mechanism(
             f"{mechanism.about.title} reads the logits of earlier queries, which a cache or packed documents do not "
             f"keep apart: expected one document in a row and as many queries as keys, got {queries} and {keys}; call "
             "the model on whole sequences with use_cache=False"
+        )
+    if isinstance(mechanism, Window) and queries != keys and not options["is_causal"]:
+        raise ValueError(
+            f"a {mechanism.about.title} counts back from a query's own key, which cross-attention has not and a dense "
+            f"mask does not tell: expected as many queries as keys, or a causal mask, got {queries} and {keys}"
         )
     options = dict(options)
     if documents is not None:

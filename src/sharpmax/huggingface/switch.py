@@ -130,7 +130,7 @@ def _asked(policy: Policy, mechanism: Any, heads: Any) -> tuple[Any, Mechanism |
         check_policy(policy)
         check_storable(policy)
         return policy, None
-    if policy is not PAPER:
+    if policy != PAPER:
         raise ValueError("expected a mechanism or a policy, got both")
     found = find(mechanism)
     check_switchable(found)

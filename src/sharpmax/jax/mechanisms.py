@@ -63,7 +63,7 @@ def settled(mechanism: Any, policy: Policy, window: Band, is_causal: bool, query
     It is a name, a mechanism (with the parameters that it starts from, if it has any), or what holds parameters: a
     :class:`Held`, or a ``Learnable`` of :mod:`sharpmax.flax`.
     """
-    if policy is not PAPER:
+    if policy != PAPER:
         raise ValueError(
             "expected a mechanism or a policy, got both; a policy as a mechanism is "
             "sharpmax.mechanisms.Temperature(policy)"
@@ -138,8 +138,8 @@ def _checked(maps: int, query: Any, key: Any, value: Any, bias: Any, mask: Any, 
 
 
 def _check_alignment(mechanism: Mechanism, inputs: Inputs) -> None:
-    """Refuse causality that counts from the first for what reads earlier queries, and counts from the last."""
-    if mechanism.reads == "rows" and inputs.geometry.right == 0 and inputs.q.shape[1] != inputs.k.shape[1]:
+    """Refuse bands, which count from the first, for what reads earlier queries and counts from the last."""
+    if mechanism.reads == "rows" and inputs.geometry.banded and inputs.q.shape[1] != inputs.k.shape[1]:
         raise ValueError(
             f"{mechanism.about.title} has its last query beside the last key: expected as many queries as keys, got "
             f"{inputs.q.shape[1]} and {inputs.k.shape[1]}"

@@ -8,6 +8,7 @@ A mechanism is a frozen dataclass over the array API, so NumPy, PyTorch and JAX 
 from __future__ import annotations
 
 from ..core.policies import PAPER, PAPER_HELD, Constant, Hard, LearnableLogLength, LearnableTemperature, LogLength
+from ..core.policies.base import Serialisable
 from .asentmax import ASEntmax
 from .base import About, Mechanism, load_mechanism, mechanism_from_dict
 from .differential import Differential
@@ -57,7 +58,9 @@ def find(mechanism: Mechanism | str) -> Mechanism:
     if isinstance(mechanism, Mechanism):
         return mechanism
     if not isinstance(mechanism, str):
-        raise TypeError(f"expected a mechanism or the name of one, got {type(mechanism).__name__}")
+        remedy = "; a policy as a mechanism is Temperature(policy)" if isinstance(mechanism, Serialisable) else ""
+        got = f"the class {mechanism.__name__}" if isinstance(mechanism, type) else type(mechanism).__name__
+        raise TypeError(f"expected a mechanism or the name of one, got {got}{remedy}")
     if mechanism not in MECHANISMS:
         raise ValueError(f"expected a mechanism to be one of {', '.join(MECHANISMS)}, got {mechanism!r}")
     return MECHANISMS[mechanism]

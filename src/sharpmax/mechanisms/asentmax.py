@@ -11,7 +11,7 @@ from ..core.policies.base import check_number, set_field
 from .base import About, counts, shifted
 from .deformed import entmax
 from .entmax import check_alpha
-from .learned import Learned
+from .learned import NUMBERS, Learned
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,13 @@ class ASEntmax(Learned):
             "tanh(gamma_raw)"
         ),
         training=(
-            "two numbers per head, beta_raw and gamma_raw; in the paper both are linear functions of the token that "
-            "asks, here they are the same for all queries of a head"
+            f"beta_raw and gamma_raw: {NUMBERS}; in the paper both are linear functions of the token that asks, here "
+            "they are the same for all queries of a head"
         ),
         theorem=(
-            "does not apply: entmax gives a key that leads by g a least weight that does not depend on n, and the "
-            "scale makes that lead delta g or more; with gamma > 0 any lead gets all of the weight from some n on"
+            "does not apply for alpha > 1: entmax gives a key that leads by g a least weight that does not depend on "
+            "n, and the scale makes that lead delta g or more (nothing, if delta is 0 and gamma negative); with gamma "
+            "> 0 any lead gets all of the weight from some n on"
         ),
         disperses=False,
     )

@@ -85,10 +85,8 @@ def log_largest(xp: Any, z: Array, visible: Array, e: Array | float, count: Arra
     def pair(low: Array, high: Array) -> tuple[Array, Array]:
         for at in (high, (low + high) / 2):
             values, slopes = weights_given(xp, z, visible, e, at)
-            total = xp.sum(values, axis=-1, keepdims=True)
-            filled = xp.where(total > 0, total, 1.0)
-            ratio = filled / xp.where(total > 0, xp.sum(slopes, axis=-1, keepdims=True), 1.0)
-            part = ratio * one_less(xp, e, xp.log(filled))
+            total = _sum_or_one(xp, values)
+            part = total / _sum_or_one(xp, slopes) * one_less(xp, e, xp.log(total))
             high = xp.maximum(xp.minimum(high, at - part * log1p_ratio(xp, -e * part)), low)
             low = xp.where(total <= 1, xp.minimum(at, high), low)
         return low, high
@@ -111,11 +109,20 @@ def one_less(xp: Any, e: Array | float, x: Array) -> Array:
 def normalised(xp: Any, z: Array, visible: Array, e: Array | float, m: Array) -> Array:
     """The weights of ``z``, given ``m`` without gradient.
 
-    One more step of Newton's method, with its derivative held constant, gives ``m`` the gradient that the implicit
-    function theorem asks for, with respect to ``z`` and to ``e``: first derivatives are exact.
+    A step of Newton's method with its derivative held constant gives ``m`` the gradient that the implicit function
+    theorem asks for, with respect to ``z`` and to ``e``, and every further one the next derivative: two make first and
+    second derivatives exact.
     """
-    values, slopes = weights_given(xp, z, visible, e, stop_gradient(m))
+    m = stop_gradient(m)
+    values, slopes = weights_given(xp, z, visible, e, m)
+    rate = stop_gradient(_sum_or_one(xp, values) / _sum_or_one(xp, slopes))
+    for _ in range(2):
+        m = m - xp.log(_sum_or_one(xp, values)) * rate
+        values = weights_given(xp, z, visible, e, m).values
+    return values
+
+
+def _sum_or_one(xp: Any, values: Array) -> Array:
+    """The sum of every row, ``[..., 1]``; 1 where it is 0."""
     total = xp.sum(values, axis=-1, keepdims=True)
-    filled = xp.where(total > 0, total, 1.0)
-    slope = stop_gradient(xp.where(total > 0, xp.sum(slopes, axis=-1, keepdims=True), 1.0))
-    return weights_given(xp, z, visible, e, stop_gradient(m) - xp.log(filled) * stop_gradient(filled) / slope).values
+    return xp.where(total > 0, total, 1.0)

@@ -10,15 +10,16 @@ from ..core.arrays import Array
 from ..core.policies.base import check_number, set_field
 from ..core.softmax import softmax
 from .base import About
-from .learned import Learned
+from .learned import NUMBERS, Learned
 
 
 @dataclass(frozen=True)
 class Differential(Learned):
     """``softmax(s1) - lambda softmax(s2)``: logits ``[..., 2 heads, queries, keys]``, the maps of a head together.
 
-    ``lambda`` is one learned number for each head and starts from ``init``: 0.2 is that of the paper's first layer, by
-    ``0.8 - 0.6 exp(-0.3 (layer - 1))``. The paper has ``exp(q1 k1) - exp(q2 k2) + init`` of learned vectors instead.
+    ``lambda`` is learned, one number for all heads as in the paper unless ``heads`` is set, and starts from ``init``:
+    0.2 is that of the paper's first layer, by ``0.8 - 0.6 exp(-0.3 (layer - 1))``. The paper has ``exp(q1 k1) - exp(q2
+    k2) + init`` of learned vectors instead.
     """
 
     init: float = 0.2
@@ -28,8 +29,8 @@ class Differential(Learned):
         paper="Ye et al. (2025), arXiv:2410.05258",
         equation="a_i = softmax(s1)_i - lambda softmax(s2)_i",
         training=(
-            "from scratch: twice the queries and keys, and lambda, one number for each head here; the paper normalises "
-            "the output of every head behind it"
+            f"from scratch: twice the queries and keys, and lambda, {NUMBERS}; the paper makes it of learned vectors, "
+            "and normalises the output of every head behind it"
         ),
         theorem=(
             "applies to both maps, and so to their difference: |a_i| <= (1 + |lambda|) exp(spread) / n. Where lambda "

@@ -11,12 +11,23 @@ from ..core.arrays import Array
 from ..core.policies.base import check_number, set_field
 from .base import About, Mechanism, shifted
 from .deformed import entmax, entmax_by_steps
-from .learned import Learned
+from .learned import NUMBERS, Learned
+from .temperatures import SOFTMAX
 
 EQUATION = "a_i = max((alpha - 1) s_i - tau, 0)^(1 / (alpha - 1)), tau such that sum_i a_i = 1"
 THEOREM = (
     "does not apply for alpha > 1: a key that leads every other by g has weight min((alpha - 1) g, 1)^(1 / (alpha - "
     "1)) at least, whatever n and however bounded the logits, and all of it from g = 1 / (alpha - 1) on"
+)
+
+
+SPARSE = About(
+    title="alpha-entmax",
+    paper="Peters, Niculae & Martins (2019), Sparse Sequence-to-Sequence Models",
+    equation=EQUATION,
+    training="nothing; a key without weight gets no gradient",
+    theorem=THEOREM + "; alpha = 1 is softmax, to which it does",
+    disperses=False,
 )
 
 
@@ -26,17 +37,12 @@ class Entmax(Mechanism):
 
     alpha: float = 1.5
 
-    about: ClassVar[About] = About(
-        title="alpha-entmax",
-        paper="Peters, Niculae & Martins (2019), Sparse Sequence-to-Sequence Models",
-        equation=EQUATION,
-        training="nothing; a key without weight gets no gradient",
-        theorem=THEOREM + "; alpha = 1 is softmax, to which it does",
-        disperses=False,
-    )
-
     def __post_init__(self) -> None:
         set_field(self, "alpha", check_alpha(self.alpha))
+
+    @property
+    def about(self) -> About:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return SPARSE if self.alpha > 1 else SOFTMAX._replace(title="alpha-entmax, alpha = 1")
 
     def formula(self, xp: Any, logits: Array, visible: Array, parameters: Mapping[str, Array]) -> Array:
         return entmax(xp, shifted(xp, logits, visible), visible, self.alpha)
@@ -53,7 +59,7 @@ class LearnedEntmax(Learned):
         title="alpha-entmax, learned alpha",
         paper="Correia, Niculae & Martins (2019), Adaptively Sparse Transformers",
         equation=EQUATION + ", alpha = 1 + sigmoid(alpha_logit)",
-        training="one number per head, alpha_logit, which has a gradient of its own",
+        training=f"alpha_logit, which has a gradient of its own: {NUMBERS}",
         theorem=THEOREM + "; as alpha is learned towards 1 it becomes softmax, to which it does",
         disperses=False,
     )

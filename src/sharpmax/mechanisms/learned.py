@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from .base import Mechanism
 
+NUMBERS = "one number for each head where heads is set, else one for all"
+
 
 @dataclass(frozen=True)
 class Learned(Mechanism, abstract=True):

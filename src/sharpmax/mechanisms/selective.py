@@ -17,7 +17,8 @@ class Selective(Mechanism):
     """Softmax of logits less what earlier queries selected: the positive logits of the first head (axis -3), for all.
 
     No query selects its own key, and none the first one while ``first_stays``, as in the paper, where that is the
-    token that begins a sequence. Set it to false where the first key is one like the others.
+    token that begins a sequence: the first key that any query sees, so that padding before it changes nothing. Set it
+    to false where the first key is one like the others.
     """
 
     first_stays: bool = True
@@ -63,5 +64,6 @@ class Selective(Mechanism):
         queries, keys = logits.shape[-2:]
         first = keys - queries if position is None else position
         column = xp.arange(keys, device=device_of(logits))
+        later = xp.cumsum(xp.astype(xp.any(visible, axis=-2, keepdims=True), xp.int32), -1) > 1
         free = visible & (column != xp.expand_dims(xp.arange(queries, device=device_of(logits)) + first, axis=-1))
-        return xp.where(free & (column > 0) if self.first_stays else free, relu(xp, logits), 0.0)
+        return xp.where(free & later if self.first_stays else free, relu(xp, logits), 0.0)

@@ -10,7 +10,7 @@ from ..core.arrays import Array
 from ..core.policies import Constant, LearnableStructure, Policy, needs_spread
 from ..core.softmax import softmax
 from ..core.stats import row_stats
-from .base import About, Mechanism
+from .base import About, Mechanism, check_no_mechanism
 from .temperatures import about_policy
 
 
@@ -21,7 +21,8 @@ class Temperature(Mechanism):
     chosen_by: Policy = field(default_factory=Constant)
 
     def __post_init__(self) -> None:
-        if not callable(self.chosen_by):
+        check_no_mechanism(self.chosen_by)
+        if isinstance(self.chosen_by, type) or not callable(self.chosen_by):
             raise ValueError(f"expected chosen_by to be a policy of sharpmax, got {self.chosen_by!r}")
 
     @property

@@ -15,6 +15,7 @@ from ..core.policies import (
     Policy,
 )
 from .base import About
+from .learned import NUMBERS
 
 BOUND = "a_i <= exp(beta spread) / n (Lemma 2.1)"
 
@@ -80,7 +81,7 @@ SSMAX = About(
     title="SSMax",
     paper="Nakanishi (2025), Scalable-Softmax Is Superior for Attention",
     equation="a = softmax(beta s), beta = scale log n, scale learned (plus a learned bias if asked for)",
-    training="one number per head, scale, and bias if asked for",
+    training=f"scale, and bias if asked for: {NUMBERS}",
     theorem=(
         "does not apply while scale > 0: a key that leads every other by more than 1 / scale has weight that goes to "
         "1, one that leads by less loses it"
@@ -92,7 +93,7 @@ LEARNED = About(
     title="learned temperature",
     paper="Jha & Reagen (2024), AERO",
     equation="a = softmax(beta s), beta = exp(log_beta)",
-    training="one number per head, log_beta",
+    training=f"log_beta: {NUMBERS}",
     theorem=f"applies: after training beta is a constant, so {BOUND}",
     disperses=True,
 )

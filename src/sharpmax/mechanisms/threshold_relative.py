@@ -10,7 +10,7 @@ from ..core.arrays import Array
 from ..core.policies.base import check_number, set_field
 from ..core.softmax import softmax
 from .base import About, shifted
-from .learned import Learned
+from .learned import NUMBERS, Learned
 from .sigmoid import log_sigmoid
 
 
@@ -18,7 +18,7 @@ from .sigmoid import log_sigmoid
 class ThresholdRelative(Learned):
     """Softmax over the keys with logits above 0, each less ``-log sigma(gate)`` for every such key from it on.
 
-    A row without any logit above 0 is all zeros. ``gate`` is one learned number for each head and starts from ``init``.
+    A row without any logit above 0 is all zeros. ``gate`` is learned and starts from ``init``.
     """
 
     init: float = 0.0
@@ -29,7 +29,7 @@ class ThresholdRelative(Learned):
         equation="a = softmax over {i: s_i > 0} of s_i + d_i log sigma(gate), d_i the number of j >= i with s_j > 0",
         training=(
             "from scratch, without positional encoding. In the paper the gate is a projection of the query's token; "
-            "logits are all that is seen here, so one learned number for each head stands in for it. The paper also "
+            f"logits are all that is seen here, so a learned gate stands in for it: {NUMBERS}. The paper also "
             "normalises queries and keys, which is the model's part"
         ),
         theorem=(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..core.arrays import Array, stop_gradient
+from ..core.policies.base import set_field
 from ..core.softmax import softmax
 from .base import About, Mechanism
 
@@ -31,7 +33,7 @@ class TopK(Mechanism):
     )
 
     def __post_init__(self) -> None:
-        check_size(self.k, "k")
+        set_field(self, "k", check_size(self.k, "k"))
 
     def formula(self, xp: Any, logits: Array, visible: Array, parameters: Mapping[str, Array]) -> Array:
         held = stop_gradient(xp.where(visible, logits, -xp.inf))
@@ -73,7 +75,8 @@ class TopK(Mechanism):
         return xp.sum(weights * xp.astype(carry[1], weights.dtype, copy=False), axis=-2)
 
 
-def check_size(value: Any, what: str) -> None:
-    """Refuse ``value`` unless it is a whole number of keys, at least 1."""
-    if type(value) is not int or value < 1:
+def check_size(value: Any, what: str) -> int:
+    """``value`` as an ``int``; refused unless it is a whole number of keys, at least 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"expected {what} to be a whole number of at least 1, got {value!r}")
+    return int(value)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ..core.arrays import Array, device_of
+from ..core.policies.base import set_field
 from ..core.softmax import softmax
 from .base import About, Mechanism
 from .top_k import check_size
@@ -32,7 +33,7 @@ class Window(Mechanism):
     )
 
     def __post_init__(self) -> None:
-        check_size(self.size, "size")
+        set_field(self, "size", check_size(self.size, "size"))
 
     def formula(self, xp: Any, logits: Array, visible: Array, parameters: Mapping[str, Array]) -> Array:
         keys, queries = logits.shape[-1], logits.shape[-2] if len(logits.shape) > 1 else 1

@@ -14,8 +14,9 @@ import numpy as np
 from ..core.policies import PAPER, EntropyPolynomial
 from ..core.stats import RowStats
 from ..inputs import user_input
+from ..tasks.max_retrieval.fitting import FIT_SETS, Fitted, fit
 from .figures import BLUE, GREY, HEAT, INK, PAGE, VERMILION, numbers, save_exhibit
-from .max_retrieval import FIT_SETS, Fitted, Heads, file_name, find_heads, fit, parse_sizes
+from .max_retrieval import Heads, file_name, find_heads, parse_sizes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,9 @@ from ..core.files import write_text
 from ..core.policies import PAPER, Constant, EntropyPolynomial, Hard, LogLength, Policy
 from ..inputs import user_input
 from ..progress import progress_bar
-from ..tasks.max_retrieval import evaluate, paired_p_values
+from ..tasks.max_retrieval import evaluate, fit, paired_p_values
 from .figures import PAGE, numbers, save_exhibit
-from .max_retrieval import Heads, file_name, find_heads, fit, parse_sizes
+from .max_retrieval import Heads, file_name, find_heads, parse_sizes
 from .published import TABLE1
 from .table1_views import CEILING, csv_text, draw, markdown
 

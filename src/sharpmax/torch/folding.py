@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core.arrays import library_of
 from ..mechanisms import Mechanism
 from .blocks import Call, Rows, Span, accumulation
 from .geometry import Geometry
+from .ops import no_second_derivative
 
 
 def attend(
@@ -57,14 +57,30 @@ class _Streamed(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (mechanism, names, geometry), (q, k, v, mask, key_lengths, *parameters) = ctx.given, ctx.saved_tensors
+        found: Any = _Gradients.apply(*ctx.given, ctx.needs_input_grad[6], grad_out, *ctx.saved_tensors)
+        return None, None, None, *found
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of what :class:`_Streamed` takes; they have none themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mechanism: Mechanism,
+        names: tuple[str, ...],
+        geometry: Geometry,
+        of_mask: bool,
+        grad_out: Tensor,
+        *tensors: Any,
+    ) -> Any:
+        q, k, v, mask, key_lengths, *parameters = tensors
         call = Call(q, k, v, geometry, mask, key_lengths)
         chunks = -(-k.shape[2] // call.sizes.keys)  # all of them are held for a block of queries, so heads are fewer
         call.sizes = call.sizes._replace(logits=call.sizes.logits // max(1, chunks))
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=call.dtype), torch.zeros_like(v, dtype=call.dtype)
-        dmask = torch.zeros_like(mask, dtype=call.dtype) if ctx.needs_input_grad[6] else None
+        dmask = torch.zeros_like(mask, dtype=call.dtype) if of_mask else None
         learned = [torch.zeros_like(p) for p in parameters]
         for span in call.spans():
             for rows in span.rows():
@@ -84,7 +100,11 @@ class _Streamed(torch.autograd.Function):
                         dmask[span.mask_index(rows, chunk.keys)] += chunk.bias
         if dmask is not None:
             dmask = dmask.to(mask.dtype)
-        return None, None, None, dq, dk.to(k.dtype), dv.to(v.dtype), dmask, None, *learned
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dmask, None, *learned
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Any) -> Any:
+        return no_second_derivative()
 
 
 class _Chunk(NamedTuple):

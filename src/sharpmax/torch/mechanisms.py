@@ -68,7 +68,7 @@ class Settled(NamedTuple):
 
 def settled(mechanism: Any, policy: Policy) -> Settled:
     """What stands for ``mechanism``, a name, an object or a module, given beside the default policy."""
-    if policy is not PAPER:
+    if policy != PAPER:
         raise ValueError(
             "expected a mechanism or a policy, got both; a policy as a mechanism is "
             "sharpmax.mechanisms.Temperature(policy)"
@@ -151,7 +151,7 @@ def _check_alignment(mechanism: Mechanism, inputs: Inputs) -> None:
     """Refuse other positions than those that a mechanism that reads earlier queries takes: counted from the last."""
     geometry, uneven = inputs.geometry, inputs.q.shape[2] != inputs.k.shape[2]
     shifted = geometry.lower_right and inputs.key_lengths is not None
-    if mechanism.reads == "rows" and (shifted or (uneven and geometry.right == 0 and not geometry.lower_right)):
+    if mechanism.reads == "rows" and (shifted or (uneven and geometry.banded and not geometry.lower_right)):
         raise ValueError(
             f"{mechanism.about.title} has its last query beside the last key: expected as many queries as keys, or "
             "is_causal='lower_right' without key_lengths"

@@ -53,14 +53,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError("add_bias_kv and add_zero_attn are not served; append the key yourself")
         check_policy(policy)
         check_impl(impl)
-        held = None if mechanism is None else settled(mechanism, policy).held
+        chosen = None if mechanism is None else settled(mechanism, policy)
         super().__init__(
             embed_dim, num_heads, dropout, bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device,
             dtype=dtype,
         )  # fmt: skip
         self.policy = policy
         self.mechanism = _learnable(mechanism)
-        self.maps = 1 if held is None else held.mechanism.maps
+        self.maps = 1 if chosen is None or chosen.held is None else chosen.held.mechanism.maps
+        self.windowed = chosen is not None and chosen.size is not None
         self.impl = impl
         if self.head_dim % self.maps:
             raise ValueError(f"expected heads whose columns can be split in {self.maps}, got {self.head_dim} columns")
@@ -147,9 +148,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         if key_padding_mask is not None or (attn_mask is not None and not is_causal):
             raise ValueError("nested tensors know their lengths: expected no key_padding_mask and no attn_mask")
         lengths = [[len(part) for part in x.unbind()] for x in (query, key)]
+        if self.windowed and not is_causal and lengths[0] != lengths[1]:
+            raise ValueError(
+                "a sliding window counts positions from the first query and key of nested tensors: expected as many "
+                "queries as keys in each, or is_causal=True"
+            )
         q, k, v = (nn.utils.rnn.pad_sequence(list(x.unbind()), batch_first=True) for x in (query, key, value))
         key_lengths = torch.tensor(lengths[1], dtype=torch.int32).to(query.device)
-        output = self._attended(q, k, v, None, key_lengths, is_causal)
+        output = self._attended(q, k, v, None, key_lengths, is_causal or self.windowed)
         parts = [row[:length] for row, length in zip(output, lengths[0], strict=True)]
         return torch.nested.as_nested_tensor(parts, layout=query.layout)
 

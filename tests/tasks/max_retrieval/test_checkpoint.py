@@ -13,15 +13,16 @@ import safetensors.numpy
 
 from sharpmax.tasks.max_retrieval import checkpoint as module
 from sharpmax.tasks.max_retrieval.checkpoint import SIDECAR, Checkpoint, check_same, load_checkpoint
+from sharpmax.tasks.max_retrieval.layout import layout
 from sharpmax.tasks.max_retrieval.protocol import Protocol
-from sharpmax.tasks.max_retrieval.step import IS_KERNEL, State
+from sharpmax.tasks.max_retrieval.step import State
 
 PROTOCOL = Protocol(steps=10, average=0.9)
 
 
 def _checkpoint(step: int = 5, seed: int = 0) -> Checkpoint:
     random = np.random.default_rng(seed)
-    arrays = [random.normal(size=(2, len(IS_KERNEL))).astype(np.float32) for _ in range(4)]
+    arrays = [random.normal(size=(2, len(layout().is_kernel))).astype(np.float32) for _ in range(4)]
     start = {"step": 0, "spread": [0.5, 0.5], "bound": [2.0, 3.0]}
     history = [start, {**start, "step": step, "loss": [0.1, None], "accuracy": [0.7, 0.8]}]
     return Checkpoint(PROTOCOL, (3, 4), step, 5, State(*arrays), history, 1.5, {"commit": "abc"})

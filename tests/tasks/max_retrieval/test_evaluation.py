@@ -9,9 +9,10 @@ import pytest
 from scipy import stats
 
 import sharpmax
-from sharpmax.tasks.max_retrieval import evaluation, model
+from sharpmax.tasks.max_retrieval import evaluation, model, paired_p_values
 from sharpmax.tasks.max_retrieval.data import Stream, sample, stream_key
-from sharpmax.tasks.max_retrieval.evaluation import evaluate, paired_p_values, sample_logits
+from sharpmax.tasks.max_retrieval.evaluation import evaluate, sample_logits
+from sharpmax.tasks.max_retrieval.plan import VECTOR_BYTES, make_plan
 
 SEEDS = (5, 2**31 + 1)
 SETS, SIZES = 24, (4, 9)
@@ -81,7 +82,7 @@ def test_memory_changes_nothing(measured: evaluation.Evaluation, memory: int) ->
     ],
 )
 def test_the_plan_fits_in_memory(members: int, sets: int, n: int, items: int, expected: tuple[int, int, int]) -> None:
-    plan = evaluation._plan(members, sets, n, items * evaluation.VECTOR_BYTES)
+    plan = make_plan(members, sets, n, (), "max", items * VECTOR_BYTES)
     assert plan == expected
     assert plan.members * plan.sets * min(plan.items, n) <= items
 

@@ -1,6 +1,7 @@
 """Appendix F on heads."""
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 import sharpmax
-from sharpmax.tasks.max_retrieval import collect, model
+from sharpmax.tasks.max_retrieval import Checkpoint, Protocol, collect, fitting, model
 from sharpmax.tasks.max_retrieval.data import Stream, stream_key
 from sharpmax.tasks.max_retrieval.evaluation import sample_logits
 from sharpmax.tasks.max_retrieval.fitting import Samples
+from sharpmax.tasks.max_retrieval.layout import layout
+from sharpmax.tasks.max_retrieval.step import State
 
 SEEDS, SIZES, SETS = (1, 2), (8, 16), 40
 
@@ -56,3 +59,21 @@ def test_policies_are_fitted_to_the_samples(samples: Samples) -> None:
     pooled = samples.fit(degree=2)
     assert pooled == sharpmax.fit_policy(samples.entropies, samples.betas, 2)
     assert samples.fit_monotone(4) == sharpmax.fit_monotone(samples.entropies, samples.betas, 4)
+
+
+def test_heads_are_fitted_on_the_sets_of_their_own_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = jax.tree.map(lambda a: a[1], ordered_heads())
+    e, target = sample_logits(head, SEEDS[1], 8, SETS, stream=Stream.VALIDATION, task="second")
+    found, asked = sharpmax.optimal_temperatures(e, target), []
+    collected = collect(ordered_heads(), SEEDS, (8,), SETS, task="second")
+    np.testing.assert_array_equal(collected.betas[collected.seed == SEEDS[1]], found.betas)
+
+    def noted(*_: Any, **options: Any) -> Samples:
+        asked.append(options["task"])
+        return collected
+
+    monkeypatch.setattr(fitting, "collect", noted)
+    layouts = layout("second").ravel(ordered_heads())
+    heads = Checkpoint(Protocol(task="second"), SEEDS, 1, 1, State(np.asarray(layouts), None, None, None))
+    assert fitting.fit(heads, (8,), SETS).samples is collected
+    assert asked == ["second"]

@@ -11,21 +11,24 @@ import pytest
 
 from sharpmax.tasks.max_retrieval import model, step
 from sharpmax.tasks.max_retrieval.data import Stream, sample, stream_key
+from sharpmax.tasks.max_retrieval.layout import layout
+from sharpmax.tasks.max_retrieval.probe import probe
 from sharpmax.tasks.max_retrieval.protocol import Protocol, numbers
 from sharpmax.tasks.max_retrieval.step import Fixed, State
 
 BASE = Protocol(steps=8, batch=16, sizes=(2, 6))
 RUN = step.compiled_steps("cpu")
+PLAIN = layout()
 SEED = jnp.uint32(4)
 KERNELS = jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", model.SHAPES, is_leaf=model.is_shape)
 
 
 def test_flat_vectors_hold_the_parameters() -> None:
     params = jax.jit(model.init)(stream_key(0, Stream.INITIAL))
-    flat = step.ravel(params)
-    assert flat.shape == step.IS_KERNEL.shape
-    jax.tree.map(np.testing.assert_array_equal, step.unravel(flat), params)
-    assert int(step.IS_KERNEL.sum()) == sum(
+    flat = PLAIN.ravel(params)
+    assert flat.shape == PLAIN.is_kernel.shape
+    jax.tree.map(np.testing.assert_array_equal, PLAIN.unravel(flat), params)
+    assert int(PLAIN.is_kernel.sum()) == sum(
         a.size for a, k in zip(jax.tree.leaves(params), jax.tree.leaves(KERNELS), strict=True) if k
     )
 
@@ -59,7 +62,7 @@ def test_a_few_steps_are_those_of_optax(change: dict[str, Any]) -> None:
     ours, _ = RUN(start, SEED[None], stacked, jnp.int32(0), fixed=fixed, length=4)
 
     key, optimiser = stream_key(SEED, Stream.TRAINING), _optimiser(protocol)
-    params = step.unravel(start.theta[0])
+    params = PLAIN.unravel(start.theta[0])
     optimiser_state = jax.jit(optimiser.init)(params)
 
     @jax.jit
@@ -76,7 +79,7 @@ def test_a_few_steps_are_those_of_optax(change: dict[str, Any]) -> None:
     for t in range(4):
         params, optimiser_state = reference(params, optimiser_state, jnp.int32(t))
     moved = float(jnp.max(jnp.abs(ours.theta[0] - start.theta[0])))
-    np.testing.assert_allclose(ours.theta[0], step.ravel(params), atol=2e-3 * moved)
+    np.testing.assert_allclose(ours.theta[0], PLAIN.ravel(params), atol=2e-3 * moved)
 
 
 def _sizes(protocol: Protocol, steps: int = 400) -> np.ndarray:
@@ -106,7 +109,8 @@ def test_focus_draws_priorities_together_and_keeps_their_order() -> None:
 
 
 def test_one_by_one_and_side_by_side_agree() -> None:
-    protocol = dataclasses.replace(BASE, average=0.9, attention_loss=0.1, anneal=(1.0, 2.0))
+    """Of a run that is long enough for each size to have its own padding."""
+    protocol = dataclasses.replace(BASE, steps=step.MANY_STEPS, average=0.9, attention_loss=0.1, anneal=(1.0, 2.0))
     fixed = Fixed.of([protocol])
     seeds = jnp.arange(2, dtype=jnp.uint32)
     values = jax.tree.map(lambda a: jnp.stack([jnp.asarray(a)] * 2), numbers(protocol))
@@ -128,10 +132,10 @@ def test_protocols_that_cannot_train_together_are_refused() -> None:
 def test_the_probe_is_the_mean_over_its_sets() -> None:
     seeds = jnp.asarray([4, 9], jnp.uint32)
     theta = 2 * step.initial_state(seeds, Fixed.of([BASE])).theta
-    spread, bound = step.probe(theta, seeds, items=5, precision="highest")
+    spread, bound = probe(theta, seeds, items=5, precision="highest")
     for i, seed in enumerate((4, 9)):
         batch = sample(stream_key(seed, Stream.PROBE), 128, 5)
-        params = step.unravel(theta[i])
+        params = PLAIN.unravel(theta[i])
         spreads, x, y = jax.jit(model.spread_and_vectors)(params, batch)
         layer = params[model.ATTENTION]
         bounds = model.bound(model.augmented(layer["query"]), model.augmented(layer["key"]), x, y)

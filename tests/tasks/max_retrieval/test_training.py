@@ -192,14 +192,18 @@ def test_bad_arguments_are_refused() -> None:
         train_together([], SEEDS)
 
 
-def test_the_progress_bar_says_where_training_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_says_where_training_stands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
     with progress_bar("training") as show:
         show(Progress(50, 100, 0.25, 0.9, 10.0, 5.0))
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "50/100" in said
     assert "0.2500" in said
     with progress_bar("training") as show:
         show(Progress(0, 100, math.nan, math.nan, 0.0, math.inf))
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "0/100" in said.replace(" ", "")
     assert "compiling" in said

@@ -21,9 +21,10 @@ import safetensors.numpy
 
 from ...core.files import write_bytes, write_text
 from ...core.policies.base import check_number
-from .model import SHAPES, Params, is_shape
+from .layout import Layout, layout
+from .model import Params
 from .protocol import Protocol, check_whole
-from .step import State, unravel
+from .step import State
 
 SCHEMA = "sharpmax.max-retrieval-checkpoint/1"
 SIDECAR = "checkpoint.json"
@@ -32,10 +33,6 @@ TENSORS = re.compile(r"checkpoint-[0-9a-f]{16}\.safetensors")
 
 TEMPORARY = re.compile(r"\.checkpoint(-[0-9a-f]{16}\.safetensors|\.json)\.\w{8}")
 """What a write that was killed leaves."""
-
-_LEAVES = {
-    "/".join(key.key for key in path): shape for path, shape in jax.tree.flatten_with_path(SHAPES, is_leaf=is_shape)[0]
-}
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,12 @@ class Checkpoint:
     @property
     def params(self) -> Params:
         """What to evaluate: the averaged parameters where there are such, else the last ones; ``[seeds, ...]`` each."""
-        return unravel(self.state.theta if self.state.average is None else self.state.average)
+        return self.layout.unravel(self.state.theta if self.state.average is None else self.state.average)
+
+    @property
+    def layout(self) -> Layout:
+        """Which parameters there are, and where they lie in the flat vector."""
+        return layout(self.protocol.task, self.protocol.mechanism)
 
     @property
     def finished(self) -> bool:
@@ -80,7 +82,8 @@ class Checkpoint:
         tensors = {}
         for group, flat in kept.items():
             if flat is not None:
-                for name, array in zip(_LEAVES, jax.tree.leaves(unravel(np.asarray(flat))), strict=True):
+                leaves = jax.tree.leaves(self.layout.unravel(np.asarray(flat)))
+                for name, array in zip(self.layout.names, leaves, strict=True):
                     tensors[f"{group}/{name}"] = np.ascontiguousarray(array)
         content = safetensors.numpy.save(tensors)
         digest = hashlib.sha256(content).hexdigest()
@@ -104,8 +107,11 @@ class Checkpoint:
                 old.unlink()
 
 
-def load_checkpoint(directory: str | Path) -> Checkpoint:
-    """Read the checkpoint in ``directory``; refused in one sentence if it is not one, or not whole."""
+def load_checkpoint(directory: str | Path, *, tensors: bool = True) -> Checkpoint:
+    """Read the checkpoint in ``directory``; refused in one sentence if it is not one, or not whole.
+
+    Without ``tensors`` they are not read, and its state is empty.
+    """
     path = Path(directory) / SIDECAR
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
@@ -121,14 +127,17 @@ def load_checkpoint(directory: str | Path) -> Checkpoint:
         seeds = checked_seeds(sidecar["seeds"])
         step, chunk = check_whole(sidecar["step"], "step", 0, protocol.steps), check_whole(sidecar["chunk"], "chunk", 1)
         history = _checked_history(sidecar["history"], step, len(seeds), finished=step == protocol.steps)
-        tensors, digest, provenance = sidecar["tensors"], str(sidecar["sha256"]), dict(sidecar["provenance"])
+        file, digest, provenance = sidecar["tensors"], str(sidecar["sha256"]), dict(sidecar["provenance"])
         seconds = check_number(sidecar["seconds"], "seconds", least=0)
-        if not TENSORS.fullmatch(tensors):
-            raise ValueError(f"expected tensors to be called {TENSORS.pattern}, got {tensors!r}")
+        if not TENSORS.fullmatch(file):
+            raise ValueError(f"expected tensors to be called {TENSORS.pattern}, got {file!r}")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a complete checkpoint: {_reason(error)}") from None
-    moments, averaged = step < protocol.steps, protocol.average > 0
-    state = _state(path.parent / tensors, digest, len(seeds), moments=moments, averaged=averaged)
+    state = State(None, None, None, None)
+    if tensors:
+        moments, averaged = step < protocol.steps, protocol.average > 0
+        names = layout(protocol.task, protocol.mechanism).names
+        state = _state(path.parent / file, digest, names, len(seeds), moments=moments, averaged=averaged)
     return Checkpoint(protocol, seeds, step, chunk, state, history, seconds, provenance)
 
 
@@ -166,7 +175,9 @@ def _reason(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def _state(path: Path, digest: str, seeds: int, *, moments: bool, averaged: bool) -> State:
+def _state(
+    path: Path, digest: str, names: dict[str, tuple[int, ...]], seeds: int, *, moments: bool, averaged: bool
+) -> State:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -181,7 +192,7 @@ def _state(path: Path, digest: str, seeds: int, *, moments: bool, averaged: bool
     flat: dict[str, np.ndarray] = {}
     for group in groups:
         parts = []
-        for name, shape in _LEAVES.items():
+        for name, shape in names.items():
             array = tensors.get(f"{group}/{name}")
             if array is None or array.shape != (seeds, *shape) or array.dtype != np.float32:
                 got = "nothing" if array is None else f"{array.dtype} {array.shape}"

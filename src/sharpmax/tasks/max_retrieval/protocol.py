@@ -17,6 +17,9 @@ import jax.numpy as jnp
 from ...core.files import write_text
 from ...core.policies import Constant, Policy, policy_from_dict
 from ...core.policies.base import check_number, set_field
+from ...mechanisms import Mechanism, Temperature, mechanism_from_dict
+from .attention import Rule, simplest
+from .data import Task
 
 SCHEMA = "sharpmax.max-retrieval-protocol/1"
 
@@ -75,8 +78,12 @@ class Protocol:
       focus: by how many powers of e the priorities of a set are drawn together towards 1, at most: the range shrinks to
         ``exp(-u)``, with ``u`` uniform up to ``focus`` times the share of steps done. 0 is the sampler of A.2.
       policy: the inverse temperature that training uses; ``Constant(1)`` is softmax.
+      mechanism: what turns logits into weights in the place of a softmax with that temperature; what it learns is part
+        of the head. ``None`` is that softmax, and a ``Temperature`` whose policy is not learned becomes ``policy``.
+      task: what is asked for, the class of the ``"max"`` or ``"second"`` largest item, or ``"recall"`` of an item's.
       anneal: what beta is multiplied by at the first and at the last step, geometric in between.
-      attention_loss: weight of ``-log a_target``, the cross-entropy of the attention itself.
+      attention_loss: weight of ``-log a_target``, the cross-entropy of the attention itself. For every mechanism, ``a``
+        is here the softmax of the logits (of the first map, if there are two), times beta where it has a finite one.
       average: decay rate of the moving average of the parameters that is evaluated in their place; 0 is none.
       precision: of matrix products, as JAX names it; only ``"highest"`` is float32 on every accelerator.
     """
@@ -101,6 +108,8 @@ class Protocol:
     attention_loss: float = 0.0
     average: float = 0.0
     precision: Precision = "highest"
+    mechanism: Mechanism | None = None
+    task: Task = "max"
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "epsilon", "l2", "focus", "attention_loss"):
@@ -112,7 +121,8 @@ class Protocol:
             set_field(self, name, value)
         for name, least in (("batch", 1), ("steps", 1), ("warmup", 0)):
             check_whole(getattr(self, name), name, least)
-        for name, kinds in (("schedule", Schedule), ("l2_kind", L2Kind), ("l2_on", L2On), ("precision", Precision)):
+        choices = {"schedule": Schedule, "l2_kind": L2Kind, "l2_on": L2On, "precision": Precision, "task": Task}
+        for name, kinds in choices.items():
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(
                     f"expected {name} to be one of {', '.join(get_args(kinds))}, got {getattr(self, name)!r}"
@@ -126,6 +136,32 @@ class Protocol:
         set_field(self, "anneal", tuple(_check_real(v, "anneal", 1e-9) for v in _pair(self.anneal, "anneal")))
         if not callable(self.policy):
             raise ValueError(f"expected policy to be a sharpmax policy, got {self.policy!r}")
+        self._check_mechanism()
+        if self.task == "second" and smallest < 2:
+            raise ValueError(f"expected sets of at least 2 items for the second largest, got sizes from {smallest}")
+        if self.task == "recall" and self.focus > 0:
+            raise ValueError("focus draws priorities together, which items of recall do not have; leave it out")
+
+    def _check_mechanism(self) -> None:
+        if self.mechanism is None:
+            return
+        if not isinstance(self.mechanism, Mechanism):
+            raise ValueError(f"expected mechanism to be one of sharpmax.mechanisms, got {self.mechanism!r}")
+        if self.policy != Constant():
+            raise ValueError("expected a policy or a mechanism, got both; a mechanism without a temperature has none")
+        if self.mechanism.heads not in (None, 1):
+            raise ValueError(f"expected a mechanism for one head, got one for {self.mechanism.heads}")
+        simple = simplest(self.mechanism)
+        if not isinstance(simple, Mechanism):
+            set_field(self, "policy", simple)
+            set_field(self, "mechanism", None)
+        elif self.anneal != (1.0, 1.0) and not isinstance(simple, Temperature):
+            raise ValueError(f"anneal changes beta, which {simple.about.title} does not have; leave it out")
+
+    @property
+    def rule(self) -> Rule:
+        """What turns logits into weights: the mechanism, or the policy where there is none."""
+        return self.policy if self.mechanism is None else self.mechanism
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object from which :meth:`from_dict` makes the same protocol."""
@@ -138,6 +174,7 @@ class Protocol:
             "sizes": list(self.sizes),
             "anneal": list(self.anneal),
             "policy": self.policy.to_dict(),  # pyright: ignore[reportAttributeAccessIssue]
+            "mechanism": None if self.mechanism is None else self.mechanism.to_dict(),
         }
 
     @classmethod
@@ -152,6 +189,8 @@ class Protocol:
             raise ValueError(f"a protocol has no field {', '.join(unknown)}; its fields are {', '.join(known)}")
         if "policy" in given:
             given["policy"] = policy_from_dict(given["policy"])
+        if given.get("mechanism") is not None:
+            given["mechanism"] = mechanism_from_dict(given["mechanism"])
         return cls(**given)
 
     def save(self, path: str | Path) -> None:

@@ -14,37 +14,20 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ...core.policies import Policy
-from .data import CLASSES, Batch, Stream, sample, stream_key
-from .model import ATTENTION, SHAPES, Params, augmented, bound, forward, init, is_shape, spread_and_vectors
+from ...mechanisms import Mechanism
+from .attention import Rule
+from .data import CLASSES, Batch, Stream, Task, sample, stream_key
+from .layout import Layout, layout
+from .model import Params, forward
 from .protocol import Numbers, Protocol, learning_rate
 
 BLOCK = 100
 """Steps whose data are made at once (fewer where the number of steps is not a multiple)."""
 
-_PATHS, _STRUCTURE = jax.tree.flatten_with_path(SHAPES, is_leaf=is_shape)
-_SIZES = [math.prod(shape) for _, shape in _PATHS]
-IS_KERNEL = np.repeat([path[-1].key == "kernel" for path, _ in _PATHS], _SIZES)
-"""Which entries of the flat vector belong to kernels."""
-
-
-def ravel(params: Params) -> jax.Array:
-    """Parameters ``[..., *shape]`` as one vector ``[..., D]``."""
-    leaves = jax.tree.leaves(params)
-    return jnp.concatenate(
-        [a.reshape(*a.shape[: a.ndim - len(shape)], -1) for a, (_, shape) in zip(leaves, _PATHS, strict=True)], axis=-1
-    )
-
-
-def unravel(theta: Any) -> Params:
-    """The inverse of :func:`ravel`, for JAX and NumPy arrays."""
-    leaves, start = [], 0
-    for (_, shape), size in zip(_PATHS, _SIZES, strict=True):
-        leaves.append(theta[..., start : start + size].reshape(*theta.shape[:-1], *shape))
-        start += size
-    return jax.tree.unflatten(_STRUCTURE, leaves)
+MANY_STEPS = 1000
+"""From so many steps on, and where no mechanism makes it slow, compiling a step for several paddings is worth it."""
 
 
 class State(NamedTuple):
@@ -70,12 +53,24 @@ class Fixed(NamedTuple):
     annealed: bool
     supervised: bool
     averaged: bool
+    mechanism: Mechanism | None
+    task: Task
+
+    @property
+    def rule(self) -> Rule:
+        """What turns logits into weights."""
+        return self.policy if self.mechanism is None else self.mechanism
+
+    @property
+    def layout(self) -> Layout:
+        """The parameters of a member."""
+        return layout(self.task, self.mechanism)
 
     @classmethod
     def of(cls, protocols: list[Protocol]) -> Self:
         """What ``protocols`` share, refused where they do not."""
         first = protocols[0]
-        for name in ("batch", "steps", "policy", "precision"):
+        for name in ("batch", "steps", "policy", "precision", "mechanism", "task"):
             if any(getattr(p, name) != getattr(first, name) for p in protocols):
                 raise ValueError(f"protocols that train together must have one {name}; train these one after the other")
         return cls(
@@ -90,6 +85,8 @@ class Fixed(NamedTuple):
             annealed=any(p.anneal != (1.0, 1.0) for p in protocols),
             supervised=any(p.attention_loss > 0 for p in protocols),
             averaged=any(p.average > 0 for p in protocols),
+            mechanism=first.mechanism,
+            task=first.task,
         )
 
 
@@ -106,7 +103,7 @@ class _Controls(NamedTuple):
 @partial(jax.jit, static_argnames="fixed")
 def initial_state(seeds: jax.Array, fixed: Fixed) -> State:
     """The state before the first step, for every seed."""
-    theta = jax.vmap(lambda seed: ravel(init(stream_key(seed, Stream.INITIAL))))(seeds)
+    theta = jax.vmap(lambda seed: fixed.layout.ravel(fixed.layout.init(stream_key(seed, Stream.INITIAL))))(seeds)
     return State(theta, jnp.zeros_like(theta), jnp.zeros_like(theta), theta if fixed.averaged else None)
 
 
@@ -142,7 +139,8 @@ def run_steps(
     """
 
     def member(args: tuple[State, jax.Array, Numbers]) -> tuple[State, tuple[jax.Array, jax.Array]]:
-        paddings = tuple(range(fixed.items, fixed.smallest - 1, -4))[::-1] if one_by_one else (fixed.items,)
+        several = one_by_one and fixed.mechanism is None and fixed.steps >= MANY_STEPS
+        paddings = tuple(range(fixed.items, fixed.smallest - 1, -4))[::-1] if several else (fixed.items,)
         return _member_steps(*args, start=start, fixed=fixed, length=length, unroll=unroll, paddings=paddings)
 
     members = (state, seeds, numbers)
@@ -186,7 +184,7 @@ def _batch(key: jax.Array, numbers: Numbers, fixed: Fixed, t: jax.Array) -> Batc
     count = numbers.largest - numbers.smallest + 1
     size = jnp.minimum(numbers.smallest + jnp.floor(where * count).astype(jnp.int32), numbers.largest)
     size = jnp.where(coin < numbers.emphasis * done, numbers.largest, size)
-    batch = sample(key, fixed.batch, fixed.items, size)
+    batch = sample(key, fixed.batch, fixed.items, size, fixed.task)
     if fixed.focused:
         depth = jax.random.uniform(jax.random.fold_in(key, fixed.batch + 1), (fixed.batch, 1))
         width = jnp.exp(-numbers.focus * done * depth)
@@ -211,15 +209,17 @@ def _loss(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """What is minimised apart from L2; and of it the cross-entropy, and the accuracy."""
     annealed = (lambda beta: beta * factor) if fixed.annealed else (lambda beta: beta)
-    scores, e, beta = forward(params, batch, fixed.policy, fixed.precision, beta=annealed)
-    right = jnp.arange(CLASSES) == batch.label[:, None]
+    scores, e, beta = forward(params, batch, fixed.rule, fixed.precision, beta=annealed)
+    right = jnp.arange(CLASSES) == batch.label[..., None]
     entropy = jnp.mean(-jnp.sum(jnp.where(right, jax.nn.log_softmax(scores), 0.0), axis=-1))
     accuracy = jnp.mean((jnp.argmax(scores, axis=-1) == batch.label).astype(jnp.float32))
     total = entropy
     if fixed.supervised:
         assert batch.mask is not None
+        if isinstance(beta, jax.Array):  # Hard attention has none that is finite.
+            beta = jnp.where(jnp.isinf(beta), 1.0, beta)
         scaled = jnp.where(batch.mask, jnp.expand_dims(jnp.asarray(beta), -1) * e, -jnp.inf)
-        wanted = jnp.arange(e.shape[-1]) == batch.target[:, None]
+        wanted = jnp.arange(e.shape[-1]) == batch.target[..., None]
         at_target = jnp.sum(jnp.where(wanted, scaled, 0.0), axis=-1)
         total = total + weight * jnp.mean(jax.nn.logsumexp(scaled, axis=-1) - at_target)
     return total, (entropy, accuracy)
@@ -252,15 +252,16 @@ def _step(
     paddings: tuple[int, ...],
 ) -> tuple[State, tuple[jax.Array, jax.Array]]:
     """One step of Adam (Kingma & Ba, 2015) or AdamW (Loshchilov & Hutter, 2019) of one member."""
-    theta = state.theta
-    gradients, metrics = _gradients(unravel(theta), batch, controls.factor, numbers.attention_loss, fixed, paddings)
-    g = ravel(gradients) + jnp.where(IS_KERNEL, numbers.l2_kernels, numbers.l2_biases) * theta
+    theta, head = state.theta, fixed.layout
+    params = head.unravel(theta)
+    gradients, metrics = _gradients(params, batch, controls.factor, numbers.attention_loss, fixed, paddings)
+    g = head.ravel(gradients) + _by_kind(head, numbers.l2_kernels, numbers.l2_biases) * theta
     if fixed.clipped:
         g = g * jnp.minimum(1.0, numbers.clip / jnp.maximum(jnp.linalg.norm(g), 1e-30))
     m = numbers.b1 * state.m + (1 - numbers.b1) * g
     v = numbers.b2 * state.v + (1 - numbers.b2) * g * g
     update = m * controls.first / (jnp.sqrt(v * controls.second) + numbers.epsilon)
-    decay = jnp.where(IS_KERNEL, numbers.decoupled_kernels, numbers.decoupled_biases)
+    decay = _by_kind(head, numbers.decoupled_kernels, numbers.decoupled_biases)
     theta = theta - controls.rate * (update + decay * theta)
     average = state.average
     if fixed.averaged:
@@ -268,30 +269,7 @@ def _step(
     return State(theta, m, v, average), metrics
 
 
-def probe(theta: jax.Array, seeds: jax.Array, *, items: int, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """Mean logit spread and mean bound of Proposition 3.1 on 128 fixed sets of every member (Figure 9).
-
-    Singular values are NumPy's: those of small matrices take an accelerator far longer. The bound of a member that
-    diverged is NaN.
-    """
-    spread, x, y = (np.asarray(a) for a in _probe(theta, seeds, items=items, precision=precision))
-    host = np.asarray(theta)
-    finite = np.isfinite(host).all(axis=-1)
-    layer = unravel(host[finite])[ATTENTION]
-    bounds = np.full_like(spread, np.nan)
-    with np.errstate(over="ignore", invalid="ignore"):
-        bounds[:, finite] = bound(augmented(layer["query"]), augmented(layer["key"]), x[:, finite], y[:, finite])
-        return spread.mean(axis=0), bounds.mean(axis=0)
-
-
-@partial(jax.jit, static_argnames=("items", "precision"))
-def _probe(theta: jax.Array, seeds: jax.Array, *, items: int, precision: str) -> tuple[jax.Array, ...]:
-    """Spread ``[sets, members]``, longest item ``[sets, members, 1, 129]`` and query ``[sets, members, 129]``."""
-
-    def member(theta: jax.Array, seed: jax.Array) -> tuple[jax.Array, ...]:
-        batch = sample(stream_key(seed, Stream.PROBE), 128, items)
-        spread, x, y = spread_and_vectors(unravel(theta), batch, precision)
-        longest = jnp.argmax(jnp.linalg.norm(x, axis=-1), axis=-1)
-        return spread, jnp.take_along_axis(x, longest[:, None, None], axis=-2), y
-
-    return jax.vmap(member, out_axes=1)(theta, seeds)
+def _by_kind(head: Layout, kernels: Any, biases: Any) -> jax.Array:
+    """One number for every entry of the flat vector: that of kernels, that of biases, 0 for what a mechanism learns."""
+    strength = jnp.where(head.is_kernel, kernels, biases)
+    return jnp.where(head.is_learned, 0.0, strength) if head.is_learned.any() else strength

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...extras import require
+from ...progress import progress_bar as shared_bar
 from .checkpoint import SIDECAR, Checkpoint, check_same, checked_seeds, load_checkpoint
+from .probe import probe
 from .protocol import Numbers, Protocol, numbers
-from .step import Fixed, State, compiled_steps, initial_state, probe
+from .step import Fixed, State, compiled_steps, initial_state
 
 CHUNK = {"cpu": 250, "gpu": 5_000}
 """Steps between checkpoints unless another number is asked for, by platform: a chunk of ten heads takes some seconds,
@@ -26,7 +27,8 @@ RECORDS = 20
 """The history has at most so many entries after the first, evenly over the steps."""
 
 UNROLL = {"cpu": 1, "gpu": 4}
-"""Steps that are unrolled into one iteration of the compiled loop, by platform."""
+"""Steps that are unrolled into one iteration of the compiled loop, by platform; one where a mechanism is in it, which
+makes them slow to compile."""
 
 Trained = Checkpoint
 """What training returns: the last checkpoint, whether it was written or not."""
@@ -82,12 +84,15 @@ def train(
     return last
 
 
-def find_begun(protocol: Protocol, seeds: Sequence[int], out: str | Path) -> Checkpoint | None:
-    """The checkpoint in ``out`` from which to go on, if there is one; refused if it is not of this run."""
+def find_begun(protocol: Protocol, seeds: Sequence[int], out: str | Path, *, tensors: bool = True) -> Checkpoint | None:
+    """The checkpoint in ``out`` from which to go on, if there is one; refused if it is not of this run.
+
+    Without ``tensors`` it says where the run stands and no more, and another process may be training there.
+    """
     seeds = checked_seeds(seeds)
     if not (Path(out) / SIDECAR).exists():
         return None
-    begun = load_checkpoint(out)
+    begun = load_checkpoint(out, tensors=tensors)
     check_same(begun, protocol, seeds, out)
     return begun
 
@@ -101,7 +106,8 @@ def train_together(
 ) -> list[Trained]:
     """Train one head for every protocol and seed in one compiled program, without checkpoints.
 
-    For studies: the protocols may differ in everything but ``batch``, ``steps``, ``policy`` and ``precision``.
+    For studies: the protocols may differ in everything but ``batch``, ``steps``, ``policy``, ``precision``,
+    ``mechanism`` and ``task``.
     """
     if not protocols:
         raise ValueError("expected at least one protocol, got none")
@@ -150,7 +156,7 @@ def _run(
             jnp.int32(step),
             fixed=fixed,
             length=length,
-            unroll=UNROLL.get(platform, 1),
+            unroll=UNROLL.get(platform, 1) if fixed.mechanism is None else 1,
             one_by_one=platform == "cpu" and len(devices) == 1,
         )
         loss, accuracy = np.asarray(loss), np.asarray(accuracy)
@@ -219,7 +225,8 @@ def _record(
     fixed: Fixed,
 ) -> None:
     """Add what Figure 9 and the training log need after a chunk: one number per seed."""
-    spread, bound = probe(state.theta, member_seeds, items=fixed.items, precision=fixed.precision)
+    head = {"task": fixed.task, "mechanism": fixed.mechanism}
+    spread, bound = probe(state.theta, member_seeds, items=fixed.items, precision=fixed.precision, **head)
     columns = {name: np.asarray(values) for name, values in {**metrics, "spread": spread, "bound": bound}.items()}
     for i, history in enumerate(histories):
         part = slice(i * seeds, (i + 1) * seeds)
@@ -234,21 +241,11 @@ def _plain(values: np.ndarray) -> list[float | None]:
 @contextmanager
 def progress_bar(what: str = "training") -> Iterator[Callable[[Progress], None]]:
     """A bar in the terminal with loss, accuracy, speed and time left; yields what ``progress`` takes."""
-    rich = require("rich.progress", "experiments", "the progress bar")
-    columns = (
-        rich.TextColumn("{task.description}"),
-        rich.BarColumn(bar_width=10),
-        rich.MofNCompleteColumn(),
-        rich.TextColumn("{task.fields[now]}"),
-    )
-    with rich.Progress(*columns) as bar:
-        task = bar.add_task(what, total=None, now="")
-        yield lambda p: bar.update(task, total=p.steps, completed=p.step, now=_now(p))
+    with shared_bar(what) as show:
+        yield lambda p: show(p.step, p.steps, _now(p))
 
 
 def _now(p: Progress) -> str:
     if p.steps_per_second == 0:
         return "compiling"
-    minutes, seconds = divmod(round(p.seconds_left), 60)
-    left = f"{minutes}:{seconds:02d} left"
-    return f"loss {p.loss:.4f}, {p.accuracy:.2%} right, {p.steps_per_second:,.0f}/s, {left}"
+    return f"loss {p.loss:.4f}, {p.accuracy:.2%} right, {p.steps_per_second:,.0f}/s"
