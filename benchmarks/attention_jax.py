@@ -6,7 +6,7 @@ On a CPU in float32, one head; on a GPU in bfloat16, with cuDNN's attention as a
 all lengths have as many rows. Logits are scaled so that the paper's polynomial acts; the share of rows with beta > 1.3
 is recorded. The functions run in turn, round after round, each compiled, and ratios are those of their median times.
 Memory is what the compiled program needs besides arguments and results. Peers that hold all logits are left out above
---peers-up-to; what runs out of memory is recorded as such. Results are written as they come.
+--peers-up-to; what runs out of memory or fails is recorded as such. Results are written as they come.
 
 On a CPU, sizes of blocks are compared too. On a GPU, errors of output and gradients are given as multiples of those
 that cuDNN's attention makes on a query that is as sharp, and --tiles compares tiles of the kernels.
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import sharpmax
 from benchmarks.attention_jax_kernels import Function, compiled, errors, medians, swept
@@ -81,11 +80,10 @@ SETUPS = {
 @functools.lru_cache(maxsize=1)
 def arrays(shape: tuple[int, ...], dtype: Any) -> list[jax.Array]:
     """Query, key, value and cotangent ``[batch, length, heads, columns]``."""
-    random = np.random.default_rng(0)
-    q, k, v, do = (random.standard_normal(shape, np.float32) for _ in range(4))
-    q *= math.sqrt(shape[-1]) / np.linalg.norm(q, axis=-1, keepdims=True)  # like deviations, so like entropies
+    q, k, v, do = (jax.random.normal(key, shape, jnp.float32) for key in jax.random.split(jax.random.key(0), 4))
+    q *= math.sqrt(shape[-1]) / jnp.linalg.norm(q, axis=-1, keepdims=True)  # like deviations, so like entropies
     factor = (2 * (math.log(shape[1]) - ENTROPY)) ** 0.25
-    return [jnp.asarray(x).astype(dtype) for x in (factor * q, factor * k, v, do)]
+    return [x.astype(dtype) for x in (factor * q, factor * k, v, do)]
 
 
 def figure4(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -> jax.Array:
@@ -119,18 +117,20 @@ def share_of_sharp_rows(shape: tuple[int, ...], dtype: Any, causal: bool) -> flo
     return round(float(jax.jit(share)(*arrays(shape, dtype)[:2])), 4)
 
 
-def runnable(chosen: dict[str, Function], direction: str, causal: bool, given: list[jax.Array]) -> dict[str, Any]:
-    """Each function compiled and run once, or ``None`` where it runs out of memory."""
+def runnable(
+    chosen: dict[str, Function], direction: str, causal: bool, given: list[jax.Array]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Each function compiled and run once, and why others do not: what is left is measured all the same."""
     calls: dict[str, Any] = {}
+    dead: dict[str, str] = {}
     for name, function in chosen.items():
         try:
-            calls[name] = compiled(function, direction, causal, given)
-            jax.block_until_ready(calls[name](*given))
+            call = compiled(function, direction, causal, given)
+            jax.block_until_ready(call(*given))
+            calls[name] = call
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            calls[name] = None
-    return calls
+            dead[name] = "out of memory" if "RESOURCE_EXHAUSTED" in str(error) else str(error)[:200]
+    return calls, dead
 
 
 def measured(
@@ -139,11 +139,9 @@ def measured(
     setup = SETUPS[device]
     given = arrays(shape, setup.dtype)
     chosen = {n: f for n, f in functions(device, direction).items() if peers or n not in HOLD_LOGITS}
-    found = runnable(chosen, direction, causal, given)
-    calls = {name: call for name, call in found.items() if call is not None}
+    calls, dead = runnable(chosen, direction, causal, given)
     times = medians(calls, given, rounds, setup.sample)
     memory = {name: call.memory_analysis().temp_size_in_bytes for name, call in calls.items()}
-    dead = {name: "out of memory" for name, call in found.items() if call is None}
     result: dict[str, Any] = {
         "shape": dict(zip(("batch", "length", "heads", "columns"), shape, strict=True)),
         "causal": causal,
@@ -207,10 +205,10 @@ def main() -> None:
                     for causal in (False, True):
                         yield measured(device, shape, causal, direction, arguments.rounds, peers)
 
+    keep("results", cases())
     if device == "gpu":
         small = arrays((1, 2048, 2, arguments.columns[0]), setup.dtype)
         keep("errors", (errors(causal, small) for causal in (False, True)))
-    keep("results", cases())
     if setup.blocks and not arguments.no_blocks:
         keep("blocks", block_sizes(4096, arguments.columns[0], arguments.rounds))
     if arguments.tiles:

@@ -50,7 +50,8 @@ def seconds(call: Any, given: list[jax.Array], repeat: int = 1) -> float:
 
 def medians(calls: dict[str, Any], given: list[jax.Array], rounds: int, sample: float) -> dict[str, float]:
     """The median time of each call in milliseconds; a first round, not counted, says how many fill a sample."""
-    jax.block_until_ready([call(*given) for call in calls.values()])
+    for call in calls.values():
+        jax.block_until_ready(call(*given))
     repeat = {name: max(1, min(50, int(sample / seconds(call, given)))) for name, call in calls.items()}
     samples = [{name: seconds(call, given, repeat[name]) for name, call in calls.items()} for _ in range(rounds)]
     return {name: 1000 * statistics.median(sample[name] for sample in samples) for name in calls}
@@ -89,8 +90,8 @@ def _off(found: list[np.ndarray], truth: list[np.ndarray]) -> dict[str, float]:
     return {name: float(np.linalg.norm(a - b) / np.linalg.norm(b)) for name, a, b in pairs}
 
 
-def tile_time(kernel: str, tiles: Tiles, causal: bool, given: list[jax.Array]) -> float:
-    """Milliseconds of one kernel of the statistics with these tiles."""
+def tile_call(kernel: str, tiles: Tiles, causal: bool, given: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+    """One kernel of the statistics with these tiles, compiled, and its arguments."""
     from sharpmax.jax.pallas import launch
 
     q, k = given[:2]
@@ -103,8 +104,7 @@ def tile_time(kernel: str, tiles: Tiles, causal: bool, given: list[jax.Array]) -
     }
     row = jnp.ones((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     arguments = [q, k, 500 * row, row, row]
-    call = jax.jit(calls[kernel]).lower(*arguments).compile()
-    return medians({kernel: call}, arguments, 5, 0.02)[kernel]
+    return jax.jit(calls[kernel]).lower(*arguments).compile(), arguments
 
 
 def swept(given: list[jax.Array]) -> Iterator[dict[str, Any]]:
@@ -114,7 +114,8 @@ def swept(given: list[jax.Array]) -> Iterator[dict[str, Any]]:
             result: dict[str, Any] = {"kernel": kernel, "tiles": tiles}
             for causal in (False, True):
                 try:
-                    found: Any = round(tile_time(kernel, Tiles(*tiles), causal, given), 3)
+                    call, arguments = tile_call(kernel, Tiles(*tiles), causal, given)
+                    found: Any = round(medians({kernel: call}, arguments, 5, 0.02)[kernel], 3)
                 except Exception as error:  # the compiler's errors are of many kinds, and the next tiles may do
                     found = f"{type(error).__name__}: {error}"[:200]
                 result["causal" if causal else "full"] = found

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 
 import sharpmax
 from sharpmax.jax import attention as module
@@ -67,7 +68,7 @@ def test_the_signature_starts_with_that_of_jax() -> None:
     assert list(ours)[: len(theirs)] == list(theirs)
     for name, parameter in theirs.items():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
-    assert list(ours)[len(theirs) :] == ["policy", "softcap", "impl", "return_stats"]
+    assert list(ours)[len(theirs) :] == ["policy", "mechanism", "softcap", "impl", "return_stats"]
 
 
 def prepared(queries: int, keys: int) -> Any:
@@ -154,3 +155,22 @@ def test_row_stats_refuses_alike() -> None:
         row_stats(X, X, impl="flash")
     with pytest.raises(ValueError, match="same number of columns"):
         row_stats(X, X[..., :3])
+
+
+def test_streaming_inside_of_shard_map() -> None:
+    """Which keeps account of what varies over the mesh; keys are the same on every device, and lengths are not."""
+    q, k, v = inputs("float32")
+    lengths = jnp.asarray([11, 4])
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def total(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        out = dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths, impl="streaming")
+        return (out**2).sum(axis=(1, 2, 3))
+
+    specs = (P("x"), P(), P(), P("x"))
+    sharded = jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P("x"))
+    found, expected = (
+        quick(jax.grad(lambda *x, f=f: f(*x).sum(), (0, 1, 2)))(q, k, v, lengths) for f in (sharded, total)
+    )
+    for name, got, want in zip(("query", "key", "value"), found, expected, strict=True):
+        close(got, want, 1e-6, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,12 +27,8 @@ pytestmark = MARKS
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("interpreted")
 def test_statistics_match_the_oracle(case: str) -> None:
-    check_statistics(*CASES[case], jnp.float32, 1e-4, quick)
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_statistics_of_bfloat16_match_the_oracle() -> None:
-    check_statistics((1, 32, 48, 2, 1, 16), {"is_causal": True}, jnp.bfloat16, 2e-2, quick)
+    dtype, tolerance = (jnp.bfloat16, 2e-2) if case == "causal" else (jnp.float32, 1e-4)
+    check_statistics(*CASES[case], dtype, tolerance, quick)
 
 
 @given(
@@ -72,18 +69,30 @@ def compiling_for_hopper() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("columns", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("wide", [False, True])
-def test_every_kernel_lowers_for_a_gpu(columns: int, dtype: Any, wide: bool) -> None:
+LOWERED: dict[str, tuple[Geometry, tuple[int, int], bool, bool]] = {
+    "whole tiles": (Geometry(0.1), (4096, 4096), False, False),
+    "all, in float64 mode": (Geometry(0.1, 5.0, 300, 0), (1000, 900), True, True),
+    "no whole tiles": (Geometry(0.1), (1000, 900), False, False),
+    "lengths": (Geometry(0.1), (1024, 1024), True, False),
+    "causal lengths": (Geometry(0.1, right=0), (1024, 1024), True, False),
+}
+"""Geometry, queries and keys, whether they have lengths, and whether JAX is in float64 mode."""
+LOWERINGS = [
+    *itertools.product(list(LOWERED)[:2], (64, 128, 256), ("bfloat16", "float32")),
+    *itertools.product(list(LOWERED)[2:], (64,), ("bfloat16",)),
+]
+"""The first two cases with every tile that there is, the others with one."""
+
+
+@pytest.mark.parametrize(("case", "columns", "dtype"), LOWERINGS)
+def test_every_kernel_lowers_for_a_gpu(case: str, columns: int, dtype: str) -> None:
     """From any machine, with the tiles that a GPU gets: what Triton has no operation for is noticed here."""
     from sharpmax.jax.pallas import launch
 
+    geometry, (queries, keys), with_lengths, wide = LOWERED[case]
     lengths: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
-    geometry = Geometry(0.1, 5.0, 300, 0) if wide else Geometry(0.1)
-    masks = Masks(None, lengths, lengths) if wide else Masks()
-    queries, keys = (1000, 900) if wide else (4096, 4096)
-    plan = tiles.plan(columns, dtype, geometry.banded)
+    masks = Masks(None, lengths if wide else None, lengths) if with_lengths else Masks()
+    plan = tiles.plan(columns, jnp.dtype(dtype), geometry.banded)
     q, k = (jax.ShapeDtypeStruct((2, n, heads, columns), dtype) for n, heads in ((queries, 8), (keys, 2)))
     row = jax.ShapeDtypeStruct((2, 8, queries), jnp.float32)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import sharpmax
 from sharpmax.jax import attention, dot_product_attention, pallas, row_stats, streaming
+from sharpmax.jax.geometry import ALL, Geometry
+from sharpmax.jax.pallas import stock
 from tests.jax.attention_cases import close, quick
 from tests.jax.pallas_cases import (
     ATTENDED,
@@ -36,10 +40,77 @@ def test_attention_is_stock_attention_on_a_sharpened_query(case: str, monkeypatc
     check_attention(attended(case, jnp.float32), ATTENDED[case], 2e-5, quick)
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_what_cudnn_does_not_serve_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax.nn, "dot_product_attention", None)
-    check_attention(attended("lengths", jnp.float32), ATTENDED["lengths"], 2e-5, quick)
+    monkeypatch.setattr(streaming, "attend", lambda *given: given)
+    inputs = prepared(*arrays((1, 4, 4, 1, 1, 8), jnp.float32))
+    beta = jnp.ones((1, 1, 4))
+    given = (inputs.q, inputs.k, inputs.v, beta, None, inputs.masks, inputs.geometry)
+    assert pallas.attend(*given) == given
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "axes"), [(7, 7, True, (1, None, 2, 1)), (6, 5, False, (None, None, None, 1))]
+)
+def test_stock_attention_gets_even_lengths(
+    queries: int, keys: int, causal: bool, axes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gradients by cuDNN in jax.nn need them; what is added to a length is not seen. Under vmap."""
+    real = jax.nn.dot_product_attention
+
+    def even(q: Any, k: Any, v: Any, **kw: Any) -> Any:
+        assert q.shape[1] % 2 == k.shape[1] % 2 == v.shape[1] % 2 == 0
+        return real(q, k, v, **kw)
+
+    def run(attend: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        out, pullback = jax.vjp(attend, q, k, v)
+        return out, *pullback(d_out)
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return stock.attention(q, k, v, None, Geometry(0.3, right=0 if causal else ALL), "xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", even)
+    q, k, v = arrays((2, queries, keys, 2, 1, 8), jnp.float32)
+    one = [q, k, v, q + 1]
+    given = [x if axis is None else jnp.stack([x, x / 2], axis) for x, axis in zip(one, axes, strict=True)]
+    found = quick(jax.vmap(functools.partial(run, ours), in_axes=axes))(*given)
+    halved = [x if axis is None else x / 2 for x, axis in zip(one, axes, strict=True)]
+    expected = quick(functools.partial(run, functools.partial(real, scale=0.3, is_causal=causal)))(*halved)
+    for name, got, want in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
+        close(got[1], want, 2e-5, name)
+
+
+def test_arrays_are_mapped_alike_under_vmap() -> None:
+    """All of them or none, over the first axis, as cuDNN's batching in jax.nn needs them; of vmaps in vmaps too."""
+    x, y = jnp.ones((4, 2)), jnp.ones((3, 5))
+    assert [a.shape for a in stock.level(x, y)] == [(4, 2), (3, 5)]
+    inner = jax.vmap(stock.level, in_axes=(1, None))
+    assert [a.shape for a in jax.eval_shape(inner, x, y)] == [(2, 4), (2, 3, 5)]
+
+    @jax.custom_batching.custom_vmap
+    def watched(x: Any, y: Any) -> Any:
+        return x, y
+
+    @watched.def_vmap
+    def _(size: int, mapped: Any, x: Any, y: Any) -> Any:
+        assert mapped == [True, True]
+        return (x, y), (True, True)
+
+    twice = jax.vmap(jax.vmap(lambda x, y: watched(*stock.level(x, y)), in_axes=(1, None)), in_axes=(None, 0))
+    assert [a.shape for a in jax.eval_shape(twice, x, y)] == [(3, 2, 4), (3, 2, 5)]
+
+
+def test_statistics_vary_over_the_mesh_as_query_and_key_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of jax.shard_map; traced only, since the interpreter does not serve it."""
+    monkeypatch.setattr(pallas, "_on_nvidia", lambda x: True)
+    q, k, _ = arrays((1, 32, 32, 2, 1, 16), jnp.bfloat16)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradients(q: Any, k: Any) -> Any:
+        return jax.grad(lambda q, k: row_stats(q, k, impl="pallas").entropy.sum(), (0, 1))(q, k)
+
+    specs = (PartitionSpec("x"), PartitionSpec())
+    found = jax.eval_shape(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs), q, k)
+    assert [x.shape for x in found] == [q.shape, k.shape]
 
 
 def served(shape: tuple[int, ...] = (1, 64, 64, 2, 2, 64), dtype: Any = jnp.bfloat16, wide: int = 0, **kw: Any) -> bool:

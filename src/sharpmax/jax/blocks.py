@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .geometry import ALL, Geometry, Masks, accumulation, both, hidden_logit, shown, without_padding
+from .varying import alike
 
 Numbers = jax.Array | int
 
@@ -76,7 +77,7 @@ class Pair:
     def carry_rows(self, f: Callable[[Rows, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
         """The same with a carry that goes from block to block."""
         numbers = jnp.arange(-(-self.queries // self.row_step))
-        carry, found = lax.scan(lambda carry, i: f(self.rows(i), carry), carry, numbers)
+        carry, found = lax.scan(lambda carry, i: f(self.rows(i), carry), alike(carry, self.q), numbers)
         return carry, jax.tree.map(self._joined, found)
 
     def _joined(self, parts: jax.Array) -> jax.Array:
@@ -109,7 +110,8 @@ class Pair:
     def over_keys(self, rows: Rows, step: Callable[[Block, Any], Any], carry: Any, *, slope: bool = False) -> Any:
         """``carry`` after ``step`` of every block of keys that the rows see some of."""
         low, high = self._range(rows)
-        return lax.fori_loop(low, high, lambda j, carry: step(self._block(rows, j, slope), carry), carry)
+        start = alike(carry, self.q)
+        return lax.fori_loop(low, high, lambda j, carry: step(self._block(rows, j, slope), carry), start)
 
     def _range(self, rows: Rows) -> tuple[Numbers, Numbers]:
         """The first block of keys and the one after the last that the rows see some of."""
@@ -262,5 +264,6 @@ def _over(f: Callable[..., tuple[Any, Any]], arguments: Any, size: int, together
         return jax.tree.map(jnp.add, total, gradient), found
 
     shapes = jax.eval_shape(lambda: one(*(x[0] for x in own))[1])
-    total, found = lax.scan(add, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), own)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    total, found = lax.scan(add, alike(zeros, own), own)
     return found, stacked(total)

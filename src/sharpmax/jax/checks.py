@@ -13,6 +13,7 @@ from jax.core import Tracer
 from ..core.arrays import broadcasts, floating_dtype
 from ..mechanisms.base import check_no_mechanism
 from .geometry import ALL, Geometry, Masks
+from .varying import alike
 
 Window = int | tuple[int, int] | None
 
@@ -66,7 +67,8 @@ def checked(
     )
     geometry = geometry_of(q.shape[-1], is_causal, scale, local_window_size, softcap)
     bias = _broadcastable(bias, logits, "bias")
-    return Inputs(q, k, v[0] if v else None, bias, masks, geometry, arrays["query"].ndim == 4)
+    q, k, value, bias, masks = alike((q, k, v[0] if v else None, bias, masks))
+    return Inputs(q, k, value, bias, masks, geometry, arrays["query"].ndim == 4)
 
 
 def _array(x: Any, name: str) -> jax.Array:

@@ -21,9 +21,9 @@ from ...core.stats import RowStats
 from .. import streaming
 from ..checks import Inputs
 from ..geometry import ALL, Geometry, Masks, accumulation, row_counts, without_padding
-from . import tiles
+from . import stock, tiles
 
-STOCK = "cudnn"
+STOCK: stock.Implementation = "cudnn"
 """The implementation of ``jax.nn`` that attention is left to."""
 HARDEST = 1e4
 """What stands for infinite beta in cuDNN's attention."""
@@ -79,11 +79,7 @@ def attend(
     k, v = (without_padding(x, masks.key_lengths) for x in (k, v))
     # Rows without keys see one here, so that cuDNN divides by no 0, and are set to 0 afterwards.
     lengths = None if masks.key_lengths is None else jnp.maximum(masks.key_lengths, 1)
-    window = None if geometry.left == ALL else (geometry.left, 0)
-    out = jax.nn.dot_product_attention(
-        q, k, v, scale=geometry.scale, is_causal=geometry.right == 0, key_value_seq_lengths=lengths,
-        local_window_size=window, implementation=STOCK,
-    )  # fmt: skip
+    out = stock.attention(q, k, v, lengths, geometry, STOCK)
     if masks.query_lengths is None and masks.key_lengths is None:
         return out
     return jnp.where((count > 0).swapaxes(1, 2)[..., None], out, jnp.zeros((), out.dtype))
@@ -92,8 +88,8 @@ def attend(
 def cudnn_serves(q: jax.Array, k: jax.Array, v: jax.Array, masks: Masks, geometry: Geometry) -> bool:
     """Whether cuDNN's attention serves a call.
 
-    It does for float16 and bfloat16, values as wide as queries, heads of a multiple of 8 columns (up to 256 from Hopper
-    on, else 128), without a softcap, and with every key in sight or, where there are as many queries as keys, under
+    It does for float16 and bfloat16, values as wide as queries, heads of a multiple of 8 columns (up to 256 on Hopper,
+    else 128), without a softcap, and with every key in sight or, where there are as many queries as keys, under
     causality. A window needs causality, and no lengths of keys.
     """
     narrow = q.dtype in (jnp.float16, jnp.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= _widest()
@@ -136,8 +132,8 @@ def _on_nvidia(x: Any) -> bool:
 
 
 def _widest() -> int:
-    """Columns of a head that cuDNN takes."""
-    return 256 if tiles.generation() >= 9 else 128
+    """Columns of a head that cuDNN takes, forward and backward."""
+    return 256 if tiles.generation() == 9 else 128
 
 
 def _lowering_is_there() -> bool:

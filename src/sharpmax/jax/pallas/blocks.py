@@ -153,9 +153,10 @@ def _most(*numbers: Number) -> Number:
 
 
 def _if(condition: Any, x: Number, otherwise: Number) -> Number:
+    """``x`` where the condition holds; by arithmetic, since the lowering takes no choice between two plain numbers."""
     if isinstance(condition, bool):
         return x if condition else otherwise
-    return jnp.where(condition, x, otherwise).astype(jnp.int32)
+    return otherwise + condition.astype(jnp.int32) * (x - otherwise)
 
 
 def divided(x: Number, size: int) -> Number:

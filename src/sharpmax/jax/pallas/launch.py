@@ -32,7 +32,7 @@ def statistics(
     Maximum and minimum are those of raw logits, and the moment is in units of log 2: see :mod:`.kernels`.
     """
     call, width = call_of(q, k, masks, geometry, plan.stats), _width(q)
-    rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+    rows = jax.eval_shape(lambda q: q[..., 0].swapaxes(1, 2).astype(jnp.float32), q)
     query, key, by_row = _specs_by_rows(call, width)
     return _run(
         functools.partial(stats_kernel, call=call, with_min=with_min),
@@ -54,7 +54,7 @@ def query_gradient(
         functools.partial(query_kernel, call=call),
         (call.row_blocks, q.shape[2], q.shape[0]),
         [(q, query), (k, key), *_lengths(masks), *((x, row) for x in by_row)],
-        [(jax.ShapeDtypeStruct(q.shape, q.dtype), query)],
+        [(jax.eval_shape(jnp.asarray, q), query)],
         plan.query,
         plan.interpret,
     )[0]
@@ -72,7 +72,7 @@ def key_gradient(
         functools.partial(key_kernel, call=call),
         (call.key_blocks, k.shape[2], k.shape[0]),
         [(q, query), (k, key), *_lengths(masks), *((x, row) for x in by_row)],
-        [(jax.ShapeDtypeStruct(k.shape, k.dtype), key)],
+        [(jax.eval_shape(jnp.asarray, k), key)],
         plan.key,
         plan.interpret,
     )[0]
