@@ -1,4 +1,5 @@
 # make test       lint, types, import rules and tests
+# make thorough   every test, those included that repeat others with other numbers
 # make reproduce  every table and figure of the paper that the package has
 # Both create .venv and install the pinned requirements the first time.
 
@@ -15,7 +16,7 @@ export PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT := 1
 export PYRIGHT_PYTHON_GLOBAL_NODE := 0
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: test lint types imports unit reproduce benchmark format clean
+.PHONY: test thorough lint types imports unit reproduce benchmark format clean
 
 # Types are checked beside the tests: both leave processors idle at times.
 test: lint
@@ -33,6 +34,9 @@ imports: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+thorough: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto --dist worksteal --thorough
 
 reproduce: $(INSTALLED)
 	$(BIN)/sharpmax reproduce all --out $(OUT) $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,13 @@ from tests.conformance.cases import load, raw_cases
 from tests.conformance.implementations import IMPLEMENTATIONS, Implementation, gpu_is_there
 from tests.conformance.recipes import DTYPES
 from tests.conformance.tolerances import deviations
+
+QUICK = re.compile(
+    r"(?!jax:|jax-jit:|jax-attention-reference:)"
+    r"|jax:float32-n(0|1|16|33|64|4096)(-|$)|jax:\w+-n33(-|$)"
+    r"|jax-jit:float32-n(16|131072)-|jax-jit:float32-n33-where-held|jax-jit:\w+-n64-paper"
+)
+"""What is not only for ``--thorough``: JAX compiles every shape, so it is asked for some of them."""
 
 
 def _parameters() -> list[Any]:
@@ -25,7 +33,9 @@ def _parameters() -> list[Any]:
                 parameters.append(pytest.param(implementation, [], id=implementation.name, marks=marks))
                 continue
         for group, case_ids in implementation.groups().items():
-            parameters.append(pytest.param(implementation, case_ids, id=f"{implementation.name}:{group}", marks=marks))
+            name = f"{implementation.name}:{group}"
+            chosen = marks if QUICK.match(name) else [*marks, pytest.mark.thorough]
+            parameters.append(pytest.param(implementation, case_ids, id=name, marks=chosen))
     return parameters
 
 

@@ -222,6 +222,7 @@ def test_torch_compile_whole_graph_forward_backward_and_dynamic_sizes() -> None:
         torch.testing.assert_close(x.grad, y.grad, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_torch_compile_with_a_symbolic_axis_and_under_transforms() -> None:
     x = torch.tensor(LOGITS[:, :30]).reshape(3, 2, 30)
     compiled = torch.compile(sharpmax.adaptive_temperature_softmax, fullgraph=True, dynamic=True, backend="aot_eager")

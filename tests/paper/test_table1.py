@@ -180,6 +180,7 @@ def test_marks_say_above_and_below() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_sizes_that_the_paper_has_not_and_a_single_seed(tmp_path: Path) -> None:
     heads = tmp_path / "one"
     train(dataclasses.replace(PRESETS["sharp"], steps=2, batch=8, l2=0.5), [7], heads, chunk=2)

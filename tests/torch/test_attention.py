@@ -35,7 +35,7 @@ def test_narrow_types_match_the_oracle(mask: str, impl: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("value_columns", [6, 8])
+@pytest.mark.parametrize("value_columns", [6, pytest.param(8, marks=pytest.mark.thorough)])
 @pytest.mark.usefixtures("small_blocks")
 def test_streaming_over_many_blocks_matches_the_oracle(mask: str, value_columns: int) -> None:
     compare(inputs(value_columns=value_columns), "streaming", **MASKS[mask])

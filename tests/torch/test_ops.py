@@ -258,7 +258,7 @@ def test_operators_with_a_policy_inside_match_the_reference(policy: str, kind: s
         agree(a, b, tolerance, f"{name} of attention")
 
 
-@pytest.mark.parametrize("policy", ["paper", "detached"])
+@pytest.mark.parametrize("policy", ["paper", pytest.param("detached", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", ["causal", "boolean"])
 def test_opcheck_with_a_policy_inside(policy: str, kind: str) -> None:
     pytest.importorskip("triton")
@@ -268,6 +268,7 @@ def test_opcheck_with_a_policy_inside(policy: str, kind: str) -> None:
     torch.library.opcheck(fused.adaptive_attention, (*leaves, *given, None, None, None, geometry.numbers, *rule, 0.0))
 
 
+@pytest.mark.thorough
 def test_opcheck_of_the_backward_with_a_policy_inside() -> None:
     pytest.importorskip("triton")
     leaves, geometry, given = policy_call("lengths")

@@ -108,6 +108,7 @@ def test_focus_draws_priorities_together_and_keeps_their_order() -> None:
     assert np.all((ranges > np.exp(-4.0) - 1e-3) & (ranges < 1))
 
 
+@pytest.mark.thorough
 def test_one_by_one_and_side_by_side_agree() -> None:
     """Of a run that is long enough for each size to have its own padding."""
     protocol = dataclasses.replace(BASE, steps=step.MANY_STEPS, average=0.9, attention_loss=0.1, anneal=(1.0, 2.0))

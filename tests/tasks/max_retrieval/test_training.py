@@ -112,6 +112,7 @@ def test_it_learns_in_a_few_hundred_steps() -> None:
     assert min(trained.history[-1]["spread"]) > max(trained.history[0]["spread"])
 
 
+@pytest.mark.thorough
 def test_several_devices_share_the_seeds(tmp_path: Path, uninterrupted: Checkpoint) -> None:
     """As many of four devices as divide the seeds; the two seeds of this run are on two."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
@@ -145,6 +146,7 @@ def test_a_run_that_diverges_goes_on_and_is_kept(tmp_path: Path) -> None:
     assert all(0 < s < b for s, b in zip(kept.history[-1]["spread"], kept.history[-1]["bound"], strict=True))
 
 
+@pytest.mark.thorough
 def test_chunks_are_short_on_a_cpu_and_the_history_too() -> None:
     run = train(dataclasses.replace(SMALL, steps=50, batch=1), SEEDS, chunk=1)
     assert [entry["step"] for entry in run.history] == [0, *(-(-50 * k // 20) for k in range(1, 21))]
@@ -170,6 +172,7 @@ else:
 """
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_the_same_with_all_of_the_compilers_optimisations(tmp_path: Path) -> None:
     script = OPTIMISED.format(protocol=dataclasses.replace(SMALL, steps=9).to_dict(), seeds=SEEDS)
     environment = os.environ | _environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}

@@ -48,6 +48,12 @@ NARROW = [torch.float16, pytest.param(torch.bfloat16, marks=gpu)]
 TYPES = [torch.float32, *(pytest.param(dtype, marks=gpu) for dtype in (torch.float16, torch.bfloat16))]
 
 
+def some(names: Any) -> list[Any]:
+    """Policies by name; the interpreter, which is slow, is asked for some of them unless all are wanted."""
+    quick = ("paper", "callable", "hard")
+    return [n if GPU or n in quick else pytest.param(n, marks=pytest.mark.thorough) for n in names]
+
+
 def run(
     tensors: tuple[Tensor, Tensor, Tensor],
     lengths: list[int] | None = None,
@@ -69,7 +75,7 @@ def run(
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", some(POLICIES))
 def test_policies(name: str, dtype: torch.dtype) -> None:
     policy, betas = POLICIES[name]
     tensors = inputs(dtype=dtype, device=DEVICE)
@@ -87,7 +93,7 @@ def test_splits(splits: int, policy: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"window": 5}, {"window": 1}, {"window": 90}, {"softcap": 3.0}, {"scale": 0.7}])
-@pytest.mark.parametrize("policy", ["paper", "yarn", "callable"])
+@pytest.mark.parametrize("policy", some(["paper", "yarn", "callable"]))
 def test_options(options: dict[str, Any], policy: str) -> None:
     chosen, betas = POLICIES[policy]
     tensors = inputs(capacity=200, dim=16, value_dim=64, device=DEVICE)  # blocks of keys and of values differ
@@ -128,7 +134,7 @@ def test_short_caches_and_what_lies_beyond_them(policy: str, splits: int) -> Non
 
 
 @pytest.mark.parametrize(("splits", "window"), [(1, None), (3, 9)])
-@pytest.mark.parametrize("policy", MASKED_POLICIES)
+@pytest.mark.parametrize("policy", some(MASKED_POLICIES))
 def test_hidden_keys(policy: str, window: int | None, splits: int) -> None:
     chosen, betas = POLICIES[policy]
     lengths, mask = [70, 70, 69, 70, 41], padding(device=DEVICE)

@@ -61,12 +61,23 @@ IN_PARTS = ("causal",)  # where the parts of the backward are compiled one by on
 GPU_CASES = {torch.bfloat16: CASES[1:-3] + CASES[-1:] + WIDE, torch.float16: CASES[2:3], torch.float32: CASES[2:3]}
 
 
+INTERPRETED = ("causal", "grouped, from the end", "lengths", "boolean mask", "bias and softcap", "packed")
+"""What the interpreter, which is slow, runs unless all is asked for."""
+
+
+def _marks(case: Case, dtype: torch.dtype) -> list[Any]:
+    return [] if case.name in INTERPRETED and dtype == torch.float32 else [pytest.mark.thorough]
+
+
 def combinations() -> list[Any]:
     found = [pytest.param(case, dtype, "cuda", id=f"{case.name}-{dtype}", marks=pytest.mark.gpu)
              for dtype, cases in GPU_CASES.items() for case in cases]  # fmt: skip
     if not ON_GPU:
         for dtype, cases in ((torch.float32, CASES), (torch.float16, CASES[2:3])):
-            found += [pytest.param(case, dtype, "cpu", id=f"{case.name}-{dtype}-interpreted") for case in cases]
+            found += [
+                pytest.param(case, dtype, "cpu", id=f"{case.name}-{dtype}-interpreted", marks=_marks(case, dtype))
+                for case in cases
+            ]
     return found
 
 
