@@ -15,9 +15,9 @@ from tests.conformance.recipes import DTYPES
 from tests.conformance.tolerances import deviations
 
 QUICK = re.compile(
-    r"(?!jax:|jax-jit:|jax-attention-reference:)"
+    r"(?!jax:|jax-jit:|jax-attention-reference:|torch-compile:)"
     r"|jax:float32-n(0|1|16|33|64|4096)(-|$)|jax:\w+-n33(-|$)"
-    r"|jax-jit:float32-n(16|131072)-|jax-jit:float32-n33-where-held|jax-jit:\w+-n64-paper"
+    r"|jax-jit:float32-n(16|131072)-|jax-jit:float32-n33-where-held|jax-jit:\w+-n64-paper|torch-compile:float32"
 )
 """What is not only for ``--thorough``: JAX compiles every shape, so it is asked for some of them."""
 

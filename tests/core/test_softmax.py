@@ -233,6 +233,7 @@ def test_torch_compile_with_a_symbolic_axis_and_under_transforms() -> None:
     torch.testing.assert_close(torch.compile(per_row, fullgraph=True, backend="aot_eager")(rows), per_row(rows))
 
 
+@pytest.mark.thorough
 def test_torch_compile_gives_no_warning_when_nothing_ran_before() -> None:
     code = (
         "import warnings; warnings.simplefilter('error'); "

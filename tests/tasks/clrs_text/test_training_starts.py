@@ -113,7 +113,7 @@ def test_nobody_trains_on_questions_of_the_evaluation(tmp_path, settings):
         train(replace(stored, data=str(tmp_path / "shared")), tmp_path / "run", cpu=True)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_shard_that_is_corrupt_or_missing_is_one_sentence(tmp_path, settings, workers):
     split = training().only(["minimum"], [4, 5], samples=200)
     generate(tmp_path / "data", split=split, processes=1, shard=100)

@@ -90,6 +90,7 @@ def test_history_has_spread_below_bound(uninterrupted: Checkpoint) -> None:
     assert all(len(entry["loss"]) == len(SEEDS) for entry in uninterrupted.history[1:])
 
 
+@pytest.mark.thorough
 def test_protocols_that_train_together_are_those_that_train_alone(uninterrupted: Checkpoint) -> None:
     other = dataclasses.replace(SMALL, learning_rate=1e-2, average=0.0, schedule="cosine")
     together = train_together([SMALL, other], SEEDS, chunk=2)
@@ -133,6 +134,7 @@ training._record = checked
 """
 
 
+@pytest.mark.thorough
 def test_a_run_that_diverges_goes_on_and_is_kept(tmp_path: Path) -> None:
     protocols = [dataclasses.replace(SMALL, steps=4, average=0.0, learning_rate=rate) for rate in (1e5, 1e-3)]
     run = train(protocols[0], SEEDS, tmp_path, chunk=2)
