@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,38 +12,6 @@ from sharpmax.mechanisms import Differential, Selective, ThresholdRelative, find
 from tests.arrays import LIBRARIES, make, numbers
 from tests.mechanisms import cases_unnormalised as cases
 from tests.mechanisms import oracle_unnormalised as oracle
-
-NAMES = ("selective", "differential", "threshold_relative")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_values(name: str) -> None:
-    cases.check_values(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients(name: str) -> None:
-    cases.check_gradients(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_large_logits(name: str) -> None:
-    cases.check_large(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_half_precision(name: str) -> None:
-    cases.check_half(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_vmap(name: str) -> None:
-    cases.check_vmap(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_file(name: str, tmp_path: Path) -> None:
-    cases.check_file(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["differential", "threshold_relative"])
