@@ -36,7 +36,7 @@ from sharpmax.jax import blocks, dot_product_attention
 from sharpmax.jax import row_stats as jax_row_stats
 from sharpmax.torch import row_stats as torch_row_stats
 from sharpmax.torch import scaled_dot_product_attention
-from sharpmax.torch.attention import LARGEST_HEAD
+from sharpmax.torch.geometry import LARGEST_HEAD
 
 from .cases import Case, load, raw_cases
 from .recipes import DTYPES

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from sharpmax.torch import attention as module
-from sharpmax.torch import blocks, fused
+from sharpmax.torch import blocks, choice, fused
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Triton's kernels serve CPU tensors too, in its interpreter; the operators with a policy inside are noted."""
     pytest.importorskip("triton")
     if not torch.cuda.is_available():
-        monkeypatch.setattr(module, "_triton_refusal", lambda *_: "")
+        monkeypatch.setattr(choice, "triton_refusal", lambda *_: "")
     called: list[str] = []
     for name in ("sharpened_query", "adaptive_attention"):
         real = getattr(fused, name)

@@ -16,8 +16,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as stock
 
 import sharpmax
-from sharpmax.torch import Learnable, scaled_dot_product_attention
-from sharpmax.torch import attention as module
+from sharpmax.torch import Learnable, choice, scaled_dot_product_attention
 from sharpmax.torch.checks import checked
 from tests.torch import oracle
 from tests.torch.attention_cases import MASKS, TOLERANCE, close, compare, inputs, place
@@ -111,10 +110,10 @@ def test_stock_refuses_a_scale_that_is_not_positive(monkeypatch: pytest.MonkeyPa
     x = torch.zeros(1, 2, 5, 8).half()
     with pytest.raises(ValueError, match="not positive; reference, streaming can"):
         scaled_dot_product_attention(x, x, x, scale=0.0, impl="stock")
-    monkeypatch.setattr(module, "_compute_capability", lambda _: 9)
-    monkeypatch.setattr(module, "_triton_refusal", lambda *_: "")
+    monkeypatch.setattr(choice, "compute_capability", lambda _: 9)
+    monkeypatch.setattr(choice, "triton_refusal", lambda *_: "")
     call: Any = {"is_causal": True, "window": None, "softcap": None, "enable_gqa": False}
-    assert module.choose("auto", checked(x, x, x, None, None, scale=-1.0, **call), None, may_round=True) == "triton"
+    assert choice.choose("auto", checked(x, x, x, None, None, scale=-1.0, **call), None, may_round=True) == "triton"
 
 
 @pytest.mark.parametrize("impl", ["reference", "streaming", "triton", "stock"])
@@ -214,7 +213,7 @@ def test_values_without_columns(impl: str) -> None:
 
 
 def test_auto_knows_that_triton_takes_no_values_without_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HAS_TRITON", True)
+    monkeypatch.setattr(choice, "HAS_TRITON", True)
     device = type("Device", (), {"type": "cuda"})()
     x = torch.randn(1, 2, 5, 4)
     call: Any = {"is_causal": True, "window": None, "softcap": None, "enable_gqa": False, "scale": None}
@@ -225,7 +224,7 @@ def test_auto_knows_that_triton_takes_no_values_without_columns(monkeypatch: pyt
             return device if name == "device" else getattr(x, name)
 
     gpu: Any = OnGpu()
-    assert module._triton_refusal(made._replace(q=gpu), None) == "values without columns"
+    assert choice.triton_refusal(made._replace(q=gpu), None) == "values without columns"
 
 
 def test_second_derivative_is_refused_in_one_sentence() -> None:

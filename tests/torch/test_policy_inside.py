@@ -14,7 +14,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends as current_backends
 
 import sharpmax
 from sharpmax.torch import attention as module
-from sharpmax.torch import scaled_dot_product_attention
+from sharpmax.torch import choice, scaled_dot_product_attention
 from sharpmax.torch.checks import checked
 from tests.torch import oracle
 from tests.torch.attention_cases import MASKS, POLICIES, TOLERANCE, close, inputs
@@ -90,7 +90,7 @@ def test_policies_that_read_no_statistics_pay_for_none(
 def test_compiles_whole_with_the_policy_inside(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     if not ON_GPU:
-        monkeypatch.setattr(module, "_triton_refusal", lambda *_: "")
+        monkeypatch.setattr(choice, "triton_refusal", lambda *_: "")
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
@@ -139,21 +139,21 @@ AUTO: list[tuple[dict[str, Any], int, str]] = [
 def test_what_auto_takes_on_a_gpu(
     change: dict[str, Any], capability: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_compute_capability", lambda _: capability)
+    monkeypatch.setattr(choice, "compute_capability", lambda _: capability)
     monkeypatch.setattr(
-        module, "_triton_refusal", lambda x, p: "wide" if x.q.shape[-1] > 256 else "hard" if module.is_hard(p) else ""
+        choice, "triton_refusal", lambda x, p: "wide" if x.q.shape[-1] > 256 else "hard" if choice.is_hard(p) else ""
     )
     call: Any = {"attn_mask": None, "key_lengths": None, "is_causal": False, "window": None, "softcap": None} | change
     policy, query = call.pop("policy", sharpmax.PAPER), call.pop("query", torch.zeros(1, 2, 5, 8).half())
     key = call.pop("key", query)
     value = call.pop("value", key)
     made = checked(query, key, value, scale=None, enable_gqa=False, **call)
-    assert module.choose("auto", made, policy, may_round=True) == expected
-    assert module.choose("auto", made, policy) == ("streaming" if expected == "streaming" else "triton")
+    assert choice.choose("auto", made, policy, may_round=True) == expected
+    assert choice.choose("auto", made, policy) == ("streaming" if expected == "streaming" else "triton")
 
 
 def test_cudnn_is_asked_for_first_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_compute_capability", lambda _: 9)
+    monkeypatch.setattr(choice, "compute_capability", lambda _: 9)
     device = torch.device("cpu")
     before = current_backends(with_priority=True)
     with module._backends(device):
@@ -161,7 +161,7 @@ def test_cudnn_is_asked_for_first_on_hopper(monkeypatch: pytest.MonkeyPatch) -> 
     assert current_backends(with_priority=True) == before
     with sdpa_kernel(SDPBackend.MATH), module._backends(device):
         assert current_backends() == [SDPBackend.MATH]
-    monkeypatch.setattr(module, "_compute_capability", lambda _: 8)
+    monkeypatch.setattr(choice, "compute_capability", lambda _: 8)
     with module._backends(device):
         assert current_backends(with_priority=True) == before
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.policies import PAPER, PerHead, Policy
 from ..mechanisms import Mechanism, find
-from ..torch.attention import IMPLEMENTATIONS
 from ..torch.checks import check_policy
+from ..torch.choice import IMPLEMENTATIONS
 from .interface import IMPL, NAME, register
 from .keywords import check_keywords
 from .stored import KEY, Rule, check_storable, check_switchable, choice_for, read, written

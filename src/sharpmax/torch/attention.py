@@ -6,8 +6,6 @@ query, key  ->  row_stats  ->  policy  ->  beta  ->  softmax(beta * logits) valu
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util
 import math
 from typing import Any, Literal, NamedTuple, overload
 
@@ -15,17 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..core.policies import PAPER, Detached, Policy, is_hard, lowered, needs_spread
+from ..core.policies import PAPER, Detached, Policy, lowered, needs_spread
 from ..core.stats import RowStats
 from ..mechanisms import Mechanism
-from . import fused, mechanisms, ops, reference
+from . import choice, fused, mechanisms, ops, reference
 from .blocks import accumulation
-from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked, forward_mode, has_tangent
-from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL, visible_counts
+from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked
+from .geometry import LARGEST_POLYNOMIAL, visible_counts
 from .learnable import Learnable
 
-IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 HARDEST = 1e4
 """What stands for infinite beta where it is not served."""
 
@@ -102,7 +98,7 @@ def scaled_dot_product_attention(
       softcap: logits are ``softcap * tanh(logits / softcap)``, before the mask is added; beta multiplies the result.
       key_lengths: ``[B]``; keys from there on are not seen, whatever they hold. Numbers are taken as within 0 and Lk.
       impl: ``"reference"`` (all logits at once), ``"streaming"`` (any device), ``"triton"`` (GPU), ``"stock"`` (torch's
-        own attention on ``beta * query``), or ``"auto"``: see :func:`choose`, and for mechanisms
+        own attention on ``beta * query``), or ``"auto"``: see :func:`.choice.choose`, and for mechanisms
         :func:`.mechanisms.choose`. An implementation that cannot serve a call says so.
       return_stats: return :class:`Attention` in place of the output; for a mechanism without a policy there is none.
 
@@ -114,7 +110,7 @@ def scaled_dot_product_attention(
         raise TypeError("expected value to be a torch tensor, got NoneType")
     held = None
     if mechanism is not None:
-        check_impl(impl)
+        choice.check_impl(impl)
         policy, held, size = mechanisms.settled(mechanism, policy)
         if size is not None:
             window, is_causal = mechanisms.latest(size, window, is_causal, attn_mask)
@@ -126,7 +122,7 @@ def scaled_dot_product_attention(
     )  # fmt: skip
     if held is not None:
         return inputs.restore(mechanisms.attention(held, inputs, dropout_p, impl))
-    chosen = choose(impl, inputs, policy, may_round=True)
+    chosen = choice.choose(impl, inputs, policy, may_round=True)
     with torch.autocast(device_type=inputs.q.device.type, enabled=False):
         if not return_stats:
             if (beta := _beta_without_statistics(inputs, policy)) is not None:
@@ -165,139 +161,10 @@ def row_stats(
         query, key, None, attn_mask, key_lengths, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
         enable_gqa=enable_gqa,
     )  # fmt: skip
-    chosen = choose(impl, inputs, None)
+    chosen = choice.choose(impl, inputs, None)
     with torch.autocast(device_type=inputs.q.device.type, enabled=False):
         stats = _statistics(inputs, chosen, with_min)
     return RowStats(*(None if field is None else inputs.restore(field) for field in stats))
-
-
-def check_impl(impl: str, among: tuple[str, ...] = IMPLEMENTATIONS[1:]) -> None:
-    """Refuse the name of an implementation that there is not; ``among`` are those to name."""
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"expected impl to be one of {', '.join(('auto', *among))}, got {impl!r}")
-
-
-def choose(
-    impl: str,
-    inputs: Inputs,
-    policy: Policy | None,
-    *,
-    may_round: bool = False,
-    among: tuple[str, ...] = IMPLEMENTATIONS[1:],
-    what: str = "the call",
-) -> str:
-    """The implementation that serves a call: ``impl`` itself, or for ``"auto"`` the first that can.
-
-    With ``may_round``, ``"auto"`` is ``"stock"`` on NVIDIA GPUs of compute capability 9 or more, for float16 and
-    bfloat16, plain or causal (with as many queries as keys), without a mask or key lengths, and with values as wide as
-    queries. There torch has the faster kernels (cuDNN's), and rounding ``beta * query`` costs little: the error of the
-    output was measured at 3 times that of stock attention on ``beta * query``, and is held to 4 times.
-
-    Otherwise, on a GPU, it is ``"triton"``, which applies beta to the logits in float32: its error is about that of
-    stock attention. Where that cannot serve (float64, heads of more than 256 columns, a mask that needs a gradient,
-    hard attention), and on every other device, it is ``"streaming"``. ``torch.func.grad`` and its like take no custom
-    operator, nor does differentiation in forward mode; under them it is ``"reference"``.
-
-    ``among`` are the implementations that there are of ``what`` is asked for.
-    """
-    check_impl(impl, among)
-
-    def serves(name: str) -> bool:
-        return name in among and not _refusal(name, inputs, policy)
-
-    if impl == "auto":
-        if may_round and _stock_is_fast(inputs) and serves("stock") and serves("triton"):
-            return "stock"
-        for name in ("triton", "streaming", "reference"):
-            if serves(name):
-                return name
-    elif serves(impl):
-        return impl
-    if impl not in ("auto", *among):
-        raise ValueError(f"impl={impl!r} does not serve {what}; {' and '.join(among)} can")
-    can = [name for name in among if serves(name)] or ["scaled_dot_product_attention with impl='reference'"]
-    reason = _refusal("streaming" if impl == "auto" else impl, inputs, policy)
-    raise ValueError(f"impl={impl!r} does not serve {reason}; {', '.join(can)} can")
-
-
-def _stock_is_fast(inputs: Inputs) -> bool:
-    """Whether torch has a kernel for the call that is faster than ours."""
-    q, k, v, mask, key_lengths, geometry, _ = inputs
-    return (
-        v is not None
-        and mask is None
-        and key_lengths is None
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and v.shape[-1] == q.shape[-1]
-        and (not geometry.banded or q.shape[2] == k.shape[2])
-        and _compute_capability(q.device) >= 9
-    )
-
-
-@torch.compiler.assume_constant_result
-def _compute_capability(device: torch.device) -> int:
-    """The generation of an NVIDIA GPU (9 is Hopper), 0 for any other device."""
-    return _ask_for_capability(device) if device.type == "cuda" and torch.version.hip is None else 0
-
-
-@functools.cache
-def _ask_for_capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
-
-
-def _refusal(impl: str, inputs: Inputs, policy: Policy | None) -> str:
-    """What of a call ``impl`` does not serve, empty if it serves all of it."""
-    if impl != "reference" and _differentiated_by_func():
-        return "torch.func.grad"
-    if impl != "reference" and forward_mode() and has_tangent(*inputs, *_parameters(policy)):
-        return "differentiation in forward mode"
-    if impl == "triton":
-        return _triton_refusal(inputs, policy)
-    return _stock_refusal(inputs, policy) if impl == "stock" else ""
-
-
-def _differentiated_by_func() -> bool:
-    """Whether one of torch.func's transforms other than vmap is at work."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return False
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return any(level.key() != functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
-
-
-def _parameters(policy: Any) -> tuple[Tensor, ...]:
-    return tuple(policy.parameters()) if isinstance(policy, torch.nn.Module) else ()
-
-
-def _triton_refusal(inputs: Inputs, policy: Policy | None) -> str:
-    wide = any(x is not None and x.shape[-1] > LARGEST_HEAD for x in (inputs.q, inputs.v))
-    mask = inputs.mask
-    reasons = {
-        "a call without Triton installed": not HAS_TRITON,
-        f"tensors on {inputs.q.device.type}": inputs.q.device.type != "cuda",
-        "float64": inputs.q.dtype == torch.float64,
-        f"heads of more than {LARGEST_HEAD} columns": wide,
-        "values without columns": inputs.v is not None and inputs.v.shape[-1] == 0,
-        "the gradient of a mask": mask is not None and mask.requires_grad and torch.is_grad_enabled(),
-        "hard attention": is_hard(policy),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def _stock_refusal(inputs: Inputs, policy: Policy | None) -> str:
-    geometry, mask = inputs.geometry, inputs.mask
-    aligned = not geometry.lower_right or inputs.q.shape[2] == inputs.k.shape[2]
-    causal = geometry.left == ALL and geometry.right == 0 and aligned
-    reasons = {
-        "a softcap": geometry.softcap > 0,
-        "a scale that is not positive": geometry.scale <= 0,
-        "values without columns": inputs.v is not None and inputs.v.shape[-1] == 0,
-        "a mask of numbers": mask is not None and mask.dtype != torch.bool,
-        "a window, or causality counted from the last key": geometry.banded and not causal,
-        "causality with a mask or key lengths": geometry.banded
-        and (mask is not None or inputs.key_lengths is not None),
-        "hard attention": is_hard(policy),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def row_betas(policy: Policy, stats: RowStats) -> Tensor:
@@ -323,7 +190,7 @@ def _statistics(inputs: Inputs, impl: str, with_min: bool) -> RowStats:
     if impl == "reference":
         return reference.row_stats(q, k, geometry, mask=masks[0], key_lengths=masks[1], with_min=with_min)
     if impl == "stock":
-        impl = "streaming" if _triton_refusal(inputs, None) else "triton"
+        impl = "streaming" if choice.triton_refusal(inputs, None) else "triton"
     top, total, moment, lowest, count = ops.row_stats(q, k, *masks, None, None, geometry.numbers, with_min, impl)
     return RowStats(top, total, moment, lowest if with_min else None, count)
 
@@ -354,7 +221,7 @@ def policy_inside(inputs: Inputs, policy: Policy, impl: str) -> bool:
         numbers is not None
         and len(numbers.coefficients) <= LARGEST_POLYNOMIAL
         and 0 not in (*inputs.q.shape, *inputs.k.shape)
-        and not _triton_refusal(inputs, policy)
+        and not choice.triton_refusal(inputs, policy)
     )
 
 
@@ -425,7 +292,11 @@ def _backends(device: torch.device) -> Any:
     ``torch.compile`` does not trace these switches: there the choice is torch's.
     """
     cuda = torch.backends.cuda
-    if torch.compiler.is_compiling() or _compute_capability(device) not in (9, 10) or not cuda.cudnn_sdp_enabled():
+    if (
+        torch.compiler.is_compiling()
+        or choice.compute_capability(device) not in (9, 10)
+        or not cuda.cudnn_sdp_enabled()
+    ):
         return contextlib.nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION]
     order += [SDPBackend.FLASH_ATTENTION] if cuda.flash_sdp_enabled() else []

@@ -17,9 +17,10 @@ from torch import Tensor
 from ..core.policies import PAPER, Policy, lowered, needs_spread
 from ..core.softmax import softmax
 from ..core.stats import RowStats, row_stats
-from .attention import HAS_TRITON, Attention, row_betas
+from .attention import Attention, row_betas
 from .blocks import accumulation
 from .checks import Window, check_policy, forward_mode, geometry_of, has_tangent
+from .choice import HAS_TRITON
 from .geometry import ALL, LARGEST_HEAD, Geometry, visible_counts
 from .ops import WHOLE
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ..core.policies import PAPER, Policy
 from ..mechanisms import Mechanism, find
-from .attention import check_impl, scaled_dot_product_attention
+from .attention import scaled_dot_product_attention
 from .checks import check_policy
+from .choice import check_impl
 from .learnable import Learnable
 from .mechanisms import settled
 

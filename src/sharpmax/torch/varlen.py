@@ -13,7 +13,6 @@ from . import ops
 from .attention import (
     Attention,
     Starts,
-    choose,
     dropout_seed,
     is_number,
     policy_inside,
@@ -23,6 +22,7 @@ from .attention import (
 )
 from .blocks import accumulation
 from .checks import Inputs, Window, check_dropout, check_policy, check_tensors, geometry_of, misfit, under_autocast
+from .choice import choose
 
 
 def varlen_attention(

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sharpmax
-from sharpmax.torch import Attention, Learnable, scaled_dot_product_attention
-from sharpmax.torch import attention as on_one_device
+from sharpmax.torch import Attention, Learnable, choice, scaled_dot_product_attention
 from sharpmax.torch.distributed import attention as module
 from sharpmax.torch.distributed import positions, ring, ring_attention, shard, unshard
 from sharpmax.torch.distributed.layout import parts
@@ -138,11 +137,11 @@ def stacked(communication: str | None) -> list[np.ndarray]:
 
 def with_kernels(*given: Any, **named: Any) -> dict[str, np.ndarray] | None:
     """:func:`together` with Triton's kernels, interpreted."""
-    refusal, on_one_device._triton_refusal = on_one_device._triton_refusal, lambda *_: ""
+    refusal, choice.triton_refusal = choice.triton_refusal, lambda *_: ""
     try:
         return together(*given, impl="triton", **named)
     finally:
-        on_one_device._triton_refusal = refusal
+        choice.triton_refusal = refusal
 
 
 def refusal(**changed: Any) -> str:

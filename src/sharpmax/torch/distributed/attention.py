@@ -20,9 +20,10 @@ from torch.autograd.function import once_differentiable
 from ...core.policies import PAPER, Policy, is_hard, needs_spread
 from ...core.stats import RowStats
 from .. import ops
-from ..attention import Attention, choose, row_betas, served_betas
+from ..attention import Attention, row_betas, served_betas
 from ..blocks import accumulation
 from ..checks import Causal, Inputs, Window, check_policy, checked, misfit
+from ..choice import choose
 from ..geometry import Geometry, visible_counts
 from .group import Group, Member, check_agreement, check_device, member_of
 from .layout import Pair, Stop, check_layout, parts, route
