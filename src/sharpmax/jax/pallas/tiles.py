@@ -34,7 +34,7 @@ INTERPRETED: Plan | None = None
 # kernels of sharpmax.torch measured best with on an H200, and such that registers hardly spill.
 LARGE = {
     64: Plan(Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 2)),
-    128: Plan(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
+    128: Plan(Tiles(128, 128, 4, 2), Tiles(64, 64, 4, 2), Tiles(32, 128, 4, 3)),
     256: Plan(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
 }
 # In place of the forward tiles of LARGE where the band is bounded: smaller ones waste less at its edge.
