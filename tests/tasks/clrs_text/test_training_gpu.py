@@ -32,6 +32,7 @@ def weights(out: Path) -> bytes:
     return (out / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_step_does_not_wait_for_the_device(tmp_path, settings):
     run = Run.begin(settings, tmp_path / "run")
     batches, window = run._batches(), Window(0)
