@@ -158,6 +158,21 @@ def decode_speed() -> str:
     return markdown(["batch", "keys", "best stock, ms", "sharpmax, ms", "paged, ms"], lines)
 
 
+def packed_speed() -> str:
+    """Milliseconds over packed documents, and their multiples of torch's own variable-length attention."""
+    head = [f"{name}, {what}" for what in DIRECTIONS for name in ("torch", "sharpmax", "policy detached")]
+    lines = []
+    for case in load("benchmarks/results/attention_packed_cuda.json")["results"]:
+        times, ratios = case["milliseconds"], case["ratio_to_varlen_attn"]
+        cells = [f"{case['heads']} on {case['key_heads']} of {case['columns']}"]
+        for what in DIRECTIONS:
+            cells.append(f"{times[f'varlen_attn {what}']:.2f} ms")
+            for name in (f"adaptive {what}", f"detached {what}"):
+                cells.append(f"{times[name]:.2f} ms ({ratios[name]:.2f}x)")
+        lines.append(cells)
+    return markdown(["heads", *head], lines)
+
+
 def attention_ranges(least: int) -> dict[str, str]:
     """The smallest and the largest multiple of cuDNN's time, from ``least`` tokens on, in the words of the pages."""
     found = load("benchmarks/results/attention_cuda.json")
@@ -268,6 +283,7 @@ TABLES = {
         attention_memory(),
         attention_errors(),
         decode_speed(),
+        packed_speed(),
         attention_on_a_cpu(),
     ],
 }

@@ -30,8 +30,8 @@ class Plan(NamedTuple):
 INTERPRETED: Plan | None = None
 """What tests on a CPU set: the plan of every call, in the interpreter, which is far too slow for anything else."""
 
-# By the largest head size served. Two-byte types on Hopper and its successors for servers; near those that the same
-# kernels of sharpmax.torch measured best with on an H200, and such that registers hardly spill.
+# By the largest head size served. Two-byte types on Hopper and its successors for servers: of 128 columns, those that
+# took the least time on an H200; of 64 and 256, near the best of the same kernels in sharpmax.torch.
 LARGE = {
     64: Plan(Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 2)),
     128: Plan(Tiles(128, 128, 4, 2), Tiles(64, 64, 4, 2), Tiles(32, 128, 4, 3)),
