@@ -1,12 +1,13 @@
 """Attention with adaptive temperature on a GPU, against stock attention and a literal Figure 4, in speed and in error.
 
-    python -m benchmarks.attention [--quick] [--flex] [--lengths N ...] [--recorded FILE] [--out FILE]
+    python -m benchmarks.attention [--quick] [--flex] [--lengths N ...] [--model NAME] [--out FILE]
 
 Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured. ``impl="stock"``: a kernel gives statistics,
 beta and ``beta * q``, and stock attention (cuDNN) does the rest. ``impl="triton"``: a kernel gives the statistics and
 beta, and another one attends with beta on the logits in float32. "detached" is the same policy without its gradient.
 Our kernels are timed alone too. Inputs are scaled so that the paper's policy acts; the share of rows with beta above
-1.3 is recorded with each result. FILE holds q, k and v of layers of a real model, ``[1, heads, length, columns]`` each.
+1.3 is recorded with each result. With --model, inputs are what layers of that model attend with, over 8,192 tokens of
+this package's source.
 """
 
 from __future__ import annotations
@@ -267,18 +268,15 @@ def long(shape: tuple[int, int, int, int]) -> dict[str, Any]:
     return speed(x, few(x, backward=shape == LONG[0]), True, logit_deviation=round(deviation_for(shape[2]), 3))
 
 
-def recorded(file: Path) -> list[dict[str, Any]]:
-    """The queries, keys and values of real heads, one layer after the other."""
-    from safetensors.torch import load_file
+def recorded(model: str, length: int, layers: list[int]) -> list[dict[str, Any]]:
+    """The heads of real layers, causal."""
+    from benchmarks.recorded_heads import recorded_heads
 
-    tensors = load_file(file, device="cuda")
     found = []
-    for layer in sorted({name.split(".")[0] for name in tensors}, key=int):
-        q, k, v = (tensors[f"{layer}.{name}"].to(torch.bfloat16) for name in ("q", "k", "v"))
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        q, k, v = (t.contiguous().requires_grad_() for t in (q, k, v))
+    for layer, tensors in recorded_heads(model, length, layers, "cuda"):
+        q, k, v = (t.contiguous().requires_grad_() for t in tensors)
         x = Inputs(q, k, v, torch.randn_like(v), True)
-        found.append(speed(x, functions(x, False, False), True, layer=int(layer), file=file.name))
+        found.append(speed(x, functions(x, False, False), True, model=model, layer=layer))
     return found
 
 
@@ -345,15 +343,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one shape, causal and full, short timings")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation is slow")
     parser.add_argument("--lengths", type=int, nargs="*", help="these lengths, and nothing else")
-    parser.add_argument("--recorded", type=Path, help="q, k and v of a real model, and nothing else")
+    parser.add_argument("--model", help="heads of this model, as for sharpmax diagnose, and nothing else")
+    parser.add_argument("--layers", type=int, nargs="+", default=[0, 10, 20], help="of the model")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_cuda.json")
     arguments = parser.parse_args()
     quick, flex = arguments.quick, arguments.flex
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.attention needs a GPU")
     content: dict[str, Any] = {"dtype": "bfloat16", "policy": sharpmax.PAPER.to_dict()}
-    if arguments.recorded:
-        content["recorded"] = recorded(arguments.recorded)
+    if arguments.model:
+        content["recorded"] = recorded(arguments.model, (arguments.lengths or [8192])[0], arguments.layers)
     else:
         lengths = arguments.lengths or ([MAIN[2]] if quick else [shape[2] for shape in SHAPES])
         shapes = [shape for shape in SHAPES if shape[2] in lengths]
