@@ -351,3 +351,20 @@ def test_memory_does_not_grow_with_the_square() -> None:
     with torch.inference_mode(), record(model, layers=[0]), Largest():
         model.base_model(ids, use_cache=False)
     assert 0 < Largest.most < n * n / 8
+
+
+def test_of_a_mechanism_it_is_said_that_softmax_is_recorded() -> None:
+    model, plain = build("llama"), build("llama")
+    with sharpen(model, mechanism="sparsemax", layers=[1]):
+        stock = model(**batch("none"))[0]
+        with (
+            record(model) as stats,
+            pytest.warns(UserWarning, match=r"layer 1 has sparsemax: what is recorded"),
+        ):
+            assert torch.equal(model(**batch("none"))[0], stock)
+    with record(plain) as softmax:
+        plain(**batch("none"))
+    found, expected = (
+        [row["entropy_mean"] for row in rows if row["layer"] == 0] for rows in (stats.rows, softmax.rows)
+    )
+    assert found == pytest.approx(expected)

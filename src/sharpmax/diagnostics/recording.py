@@ -207,6 +207,9 @@ class _Observer:
             layer = self.order.setdefault(id(call.module), len(self.order))
         if self.layers is not None and layer not in self.layers:
             return
+        if call.mechanism is not None:
+            title = call.mechanism.about.title
+            warnings.warn(f"layer {layer} has {title}: what is recorded is the softmax of its logits", stacklevel=2)
         sequence = 0
         for part in documents(call):
             self._record(part, layer, sequence)

@@ -12,14 +12,16 @@ from flax.linen.dtypes import promote_dtype
 
 from ..core.arrays import broadcasts, product
 from ..core.policies import PAPER, Policy, needs_spread
-from ..jax import dot_product_attention, reference
+from ..jax import dot_product_attention, mechanisms, reference
 from ..jax.attention import check_impl, row_betas
 from ..jax.checks import Inputs, check_policy, checked
+from ..mechanisms import find
 
 
 def attention_fn(
     policy: Policy = PAPER,
     *,
+    mechanism: Any = None,
     impl: str = "auto",
     scale: float | None = None,
     softcap: float | None = None,
@@ -28,9 +30,9 @@ def attention_fn(
     """What ``linen.MultiHeadDotProductAttention`` and ``nnx.MultiHeadAttention`` take as ``attention_fn``.
 
     Args:
-      policy, impl, scale, softcap: those of :func:`sharpmax.jax.dot_product_attention`. The parameters of an nnx module
-        as policy belong to the attention module it is given to; a linen module as policy belongs to the module in whose
-        ``__call__`` it was made.
+      policy, mechanism, impl, scale, softcap: those of :func:`sharpmax.jax.dot_product_attention`. The parameters of an
+        nnx module as policy or mechanism belong to the attention module it is given to; a linen module belongs to the
+        module in whose ``__call__`` it was made.
       is_causal: attend causally without a mask, which would take queries times keys of memory. Positions are counted
         from the first, so a step of decoding, whose cache brings a mask of its own, is refused.
 
@@ -40,13 +42,17 @@ def attention_fn(
     """
     check_policy(policy)
     check_impl(impl)
-    settings = Settings(impl, scale, softcap, is_causal)
-    return AttentionModule(policy, settings) if isinstance(policy, nnx.Module) else AttentionFunction(policy, settings)
+    if mechanism is not None:
+        mechanisms.check_alone(policy)
+        mechanism = mechanism if hasattr(mechanism, "structure") else find(mechanism)
+    learned = isinstance(policy, nnx.Module) or isinstance(mechanism, nnx.Module)
+    kind = AttentionModule if learned else AttentionFunction
+    return kind(policy, mechanism, Settings(impl, scale, softcap, is_causal))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an ``attention_fn`` was made with, apart from the policy."""
+    """What an ``attention_fn`` was made with, apart from policy and mechanism."""
 
     impl: str
     scale: float | None
@@ -58,6 +64,7 @@ class _Attends:
     """The call that Flax makes; every keyword stands in the signature, because linen drops those that do not."""
 
     policy: Policy
+    mechanism: Any
     settings: Settings
 
     def __call__(
@@ -100,19 +107,28 @@ class _Attends:
         }
         dropped = 0.0 if deterministic else dropout_rate
         if module is None and dropped == 0.0:
-            out = dot_product_attention(
-                query, key, value, bias, mask, policy=self.policy, impl=self.settings.impl, **given
-            )
-            return out.reshape(shape)
+            chosen: Any = {"policy": self.policy, "mechanism": self.mechanism, "impl": self.settings.impl}
+            return dot_product_attention(query, key, value, bias, mask, **chosen, **given).reshape(shape)
         self._check_weights("sow_weights" if dropped == 0.0 else "dropout")
-        none: Any = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "local_window_size"))
-        inputs = checked(query, key, value, bias, mask, **given, **none)
-        weights = _weights(inputs, self.policy)
+        inputs, weights = self._weighed(query, key, value, bias, mask, **given)
         if module is not None:
             _sow(module, weights.astype(query.dtype).reshape(logits))
         if dropped > 0.0:
             weights = weights * _kept(weights, dropped, dropout_rng, broadcast_dropout)
         return reference.weighted(weights, value, inputs.masks).astype(query.dtype).reshape(shape)
+
+    def _weighed(self, query: Any, key: Any, value: Any, *masks: Any, **given: Any) -> tuple[Inputs, jax.Array]:
+        """The arguments in one layout, and all weights."""
+        given |= dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"))
+        policy, window = self.policy, None
+        if self.mechanism is not None:
+            chosen = mechanisms.settled(self.mechanism, policy, None, given["is_causal"], query, key)
+            if chosen.mechanism is not None:
+                rest = given | {"local_window_size": None, "impl": self.settings.impl}
+                return mechanisms.weighed(chosen, query, key, value, *masks, **rest)
+            policy, window = chosen.policy, chosen.window
+        inputs = checked(query, key, value, *masks, local_window_size=window, **given)
+        return inputs, _weights(inputs, policy)
 
     def _causal(self, query: jax.Array, key: jax.Array) -> bool:
         if self.settings.is_causal and query.shape[1] != key.shape[1]:
@@ -132,14 +148,15 @@ class AttentionFunction(_Attends):
     """An ``attention_fn``; equal to another that was made with the same arguments."""
 
     policy: Policy
+    mechanism: Any
     settings: Settings
 
 
 class AttentionModule(_Attends, nnx.Module):
-    """An ``attention_fn`` whose policy has parameters, which nnx finds."""
+    """An ``attention_fn`` whose policy or mechanism has parameters, which nnx finds."""
 
-    def __init__(self, policy: Any, settings: Settings) -> None:
-        self.policy, self.settings = policy, settings
+    def __init__(self, policy: Any, mechanism: Any, settings: Settings) -> None:
+        self.policy, self.mechanism, self.settings = policy, mechanism, settings
 
 
 def _refuse(**given: Any) -> None:

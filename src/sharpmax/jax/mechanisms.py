@@ -57,17 +57,22 @@ class Settled(NamedTuple):
     weights: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None
 
 
+def check_alone(policy: Policy) -> None:
+    """Refuse a policy beside a mechanism."""
+    if policy != PAPER:
+        raise ValueError(
+            "expected a mechanism or a policy, got both; a policy as a mechanism is "
+            "sharpmax.mechanisms.Temperature(policy)"
+        )
+
+
 def settled(mechanism: Any, policy: Policy, window: Band, is_causal: bool, query: Any, key: Any) -> Settled:
     """What stands for ``mechanism``, given beside the default policy.
 
     It is a name, a mechanism (with the parameters that it starts from, if it has any), or what holds parameters: a
     :class:`Held`, or a ``Learnable`` of :mod:`sharpmax.flax`.
     """
-    if policy != PAPER:
-        raise ValueError(
-            "expected a mechanism or a policy, got both; a policy as a mechanism is "
-            "sharpmax.mechanisms.Temperature(policy)"
-        )
+    check_alone(policy)
     structure = getattr(mechanism, "structure", None)
     if isinstance(getattr(structure, "policy", structure), LearnableStructure):
         return Settled(mechanism, window)
@@ -106,22 +111,37 @@ def attention(
     **given: Any,
 ) -> jax.Array:
     """The output, ``[B, T, heads of the value, Dv]`` (or without ``B``); ``given`` are the arguments of ``checked``."""
+    if return_stats:
+        raise ValueError(
+            f"return_stats serves policies, not {_title(chosen)}; sharpmax.jax.row_stats describes its logits"
+        )
+    inputs, weights = weighed(chosen, query, key, value, bias, mask, impl=impl, **given)
+    assert inputs.v is not None
+    return inputs.restore(reference.weighted(weights, inputs.v, inputs.masks).astype(query.dtype))
+
+
+def weighed(
+    chosen: Settled, query: Any, key: Any, value: Any, bias: Any, mask: Any, *, impl: str, **given: Any
+) -> tuple[Inputs, jax.Array]:
+    """The arguments in one layout, and the weights ``[B, N, T, S]`` of the mechanism."""
     mechanism, weights_of = chosen.mechanism, chosen.weights
     assert mechanism is not None
     assert weights_of is not None
-    title = mechanism.about.title
     if impl not in ("auto", "reference"):
-        raise ValueError(f"impl={impl!r} serves policies, not {title}; reference can")
-    if return_stats:
-        raise ValueError(f"return_stats serves policies, not {title}; sharpmax.jax.row_stats describes its logits")
+        raise ValueError(f"impl={impl!r} serves policies, not {_title(chosen)}; reference can")
     if mechanism.features is not None and given["scale"] is not None:
-        raise ValueError(f"expected no scale for {title}, whose features take its place, got {given['scale']!r}")
+        raise ValueError(
+            f"expected no scale for {_title(chosen)}, whose features take its place, got {given['scale']!r}"
+        )
     inputs = _checked(mechanism.maps, query, key, value, bias, mask, **given)
     _check_alignment(mechanism, inputs)
-    q, k, v, bias, masks, geometry, _ = _featured(mechanism, inputs)
-    assert v is not None
-    weights = weights_of(*reference.logits(q, k, bias, masks, geometry))
-    return inputs.restore(reference.weighted(weights, v, masks).astype(inputs.q.dtype))
+    q, k, _, bias, masks, geometry, _ = _featured(mechanism, inputs)
+    return inputs, weights_of(*reference.logits(q, k, bias, masks, geometry))
+
+
+def _title(chosen: Settled) -> str:
+    assert chosen.mechanism is not None
+    return chosen.mechanism.about.title
 
 
 def _checked(maps: int, query: Any, key: Any, value: Any, bias: Any, mask: Any, **given: Any) -> Inputs:
