@@ -12,7 +12,7 @@ import pytest
 
 import sharpmax
 from sharpmax.inputs import InputError
-from sharpmax.paper import failure, failure_order
+from sharpmax.paper import failure, failure_lengths, failure_order
 from sharpmax.paper.max_retrieval import Heads, find_heads
 from sharpmax.tasks.max_retrieval.data import Batch
 from sharpmax.tasks.max_retrieval.model import forward
@@ -43,9 +43,9 @@ def data(heads):
 @pytest.fixture(scope="module")
 def read(heads):
     with jax.enable_x64(True):
-        params = failure.wide(heads.checkpoint.params)
-        cases = failure.cases_of(params, GAPS)
-        return cases, failure.reading(params, cases)
+        params = failure_lengths.wide(heads.checkpoint.params)
+        cases = failure_lengths.cases_of(params, GAPS)
+        return cases, failure_lengths.reading(params, cases)
 
 
 @pytest.mark.parametrize("difference", [-2.0, 0.0, 0.3, 3.4, 9.0, 40.0])
@@ -53,24 +53,24 @@ def read(heads):
 def test_closed_forms_are_those_of_the_row(difference, n):
     row = np.full(n, -0.7)
     row[0] += difference
-    closed, laid_out = failure.two_item_stats(row[0], -0.7, n), sharpmax.row_stats(row)
+    closed, laid_out = failure_lengths.two_item_stats(row[0], -0.7, n), sharpmax.row_stats(row)
     for name in ("max", "sum", "moment", "min", "count", "entropy", "lse"):
         np.testing.assert_allclose(getattr(closed, name), getattr(laid_out, name), rtol=1e-9, atol=1e-12)
     for mechanism in failure.MECHANISMS.values():
         weights = sharpmax.softmax(row, beta=np.asarray(mechanism.policy(laid_out)))
-        found = failure.coefficient(mechanism.policy, row[0], -0.7, n)
+        found = failure_lengths.coefficient(mechanism.policy, row[0], -0.7, n)
         np.testing.assert_allclose(found, weights[0], rtol=1e-9)
 
 
 def test_lengths_find_the_first_the_return_and_the_last():
-    grid = failure.number_grid()
+    grid = failure_lengths.number_grid()
 
     def holds(n: np.ndarray) -> np.ndarray:
         n = np.broadcast_to(n, (4, n.shape[1]))
         back = (n[:1] < 101) | ((n[:1] >= 3007) & (n[:1] < 10**7 + 3))
         return np.concatenate([back, n[1:2] < 0, n[2:3] > 0, n[3:] < 2**40 + 1])
 
-    found = failure.lengths(holds(grid[None]), grid, holds)
+    found = failure_lengths.lengths(holds(grid[None]), grid, holds)
     inf = math.inf
     assert found.first.tolist() == [101, 2, inf, 2**40 + 1]
     assert found.again.tolist() == [3007, inf, inf, inf]
@@ -80,9 +80,9 @@ def test_lengths_find_the_first_the_return_and_the_last():
 def test_softmax_passes_the_machine_epsilon_where_the_theory_says():
     difference = np.array([0.4, 3.36, 7.0])
     cases = len(difference)
-    always = failure.Reading(np.zeros(cases, bool), np.full((cases, 1), 0.5), np.ones(cases, bool))
-    found = failure.failures(sharpmax.Constant(1.0), difference, np.zeros(cases), always)
-    for dtype, epsilon in failure.EPSILONS.items():
+    always = failure_lengths.Reading(np.zeros(cases, bool), np.full((cases, 1), 0.5), np.ones(cases, bool))
+    found = failure_lengths.failures(sharpmax.Constant(1.0), difference, np.zeros(cases), always)
+    for dtype, epsilon in failure_lengths.EPSILONS.items():
         for d, n in zip(difference, found.epsilon[dtype], strict=True):
             assert n == dispersion_length(d, epsilon).attained
             assert n <= failure_length(d, dtype)
@@ -95,23 +95,25 @@ def test_the_model_errs_where_the_closed_form_says(heads, read, mechanism):
     """The float32 network on sets that are laid out, right before and wrong after the n that was found."""
     cases, found = read
     policy = failure.MECHANISMS[mechanism].policy
-    errs = failure.failures(policy, cases.e_a.reshape(-1), cases.e_b.reshape(-1), found).errs
+    errs = failure_lengths.failures(policy, cases.e_a.reshape(-1), cases.e_b.reshape(-1), found).errs
     first = errs.first.reshape(SEEDS, len(GAPS), -1)
-    pairs, gap, most = failure.class_pairs(), 1, 4096
+    pairs, gap, most = failure_lengths.class_pairs(), 1, 4096
 
     @jax.jit
     def answer(params, priority, category, n):
         zero = jnp.zeros(1, jnp.int32)
-        batch = Batch(priority[None], category[None], jnp.full((1, 1), failure.QUERY), zero, zero, jnp.arange(most) < n)
+        batch = Batch(
+            priority[None], category[None], jnp.full((1, 1), failure_lengths.QUERY), zero, zero, jnp.arange(most) < n
+        )
         return jnp.argmax(forward(params, batch, policy)[0][0])
 
     asked = 0
     for seed, pair in [(0, 0), (0, 41), (1, 17), (1, 88)]:
         a, b = pairs[pair]
         params = jax.tree.map(lambda x, seed=seed: x[seed], heads.checkpoint.params)
-        priority = np.full(most, failure.TOP - GAPS[gap], np.float32)
+        priority = np.full(most, failure_lengths.TOP - GAPS[gap], np.float32)
         category = np.full(most, b, np.int32)
-        priority[0], category[0] = failure.TOP, a
+        priority[0], category[0] = failure_lengths.TOP, a
         n = first[seed, gap, pair]
         if n < most / 1.1:
             asked += 1
@@ -146,11 +148,11 @@ def plain_answer(params, attended: np.ndarray) -> int:
 
 def test_changes_of_mind_are_followed():
     """A head that is wrong, right, wrong and right again as the coefficient grows errs twice as n grows."""
-    twice = failure.Reading(np.array([False]), np.array([[0.1, 0.3, 0.6]]), np.array([True]))
+    twice = failure_lengths.Reading(np.array([False]), np.array([[0.1, 0.3, 0.6]]), np.array([True]))
     alpha = np.array([[0.05, 0.1, 0.2, 0.3, 0.5, 0.6, 1.0]])
     assert twice.right(alpha).tolist() == [[False, True, True, False, False, True, True]]
     assert not twice.plain[0]
-    errs = failure.failures(sharpmax.Constant(1.0), np.array([5.0]), np.array([0.0]), twice).errs
+    errs = failure_lengths.failures(sharpmax.Constant(1.0), np.array([5.0]), np.array([0.0]), twice).errs
     lengths_at = [math.floor(1 + math.exp(5) * (1 / share - 1)) + 1 for share in (0.6, 0.3, 0.1)]
     assert [errs.first[0], errs.again[0], errs.last[0]] == lengths_at
 
@@ -167,7 +169,7 @@ def test_what_each_mechanism_does(data, read):
     assert rows["adaptive"]["errs_from"][0] == rows["softmax"]["errs_from"][0]  # switched off where it would matter
     assert rows["adaptive"]["errs_from"][1]["median"] > 3 * rows["softmax"]["errs_from"][1]["median"]
     log_n = failure.MECHANISMS["log_n"].policy
-    kept = failure.coefficient(log_n, cases.e_a, cases.e_b, 1e100) > 0.5
+    kept = failure_lengths.coefficient(log_n, cases.e_a, cases.e_b, 1e100) > 0.5
     np.testing.assert_array_equal(kept, cases.e_a - cases.e_b > math.log(16))  # the odds are n^(d / log 16 - 1)
     assert 0 < kept.sum() < kept.size
     assert data["at_epsilon"]["float32"]["same_class_as_b_alone"] == data["reading"]["cases"] == every * len(GAPS)
@@ -177,8 +179,8 @@ def test_the_caption_counts(heads, data, read):
     """Beside softmax, by the first n of every case; words that data can contradict are not there."""
     cases, found = read
     e_a, e_b = cases.e_a.reshape(-1), cases.e_b.reshape(-1)
-    softmax = failure.failures(sharpmax.Constant(1.0), e_a, e_b, found).errs.first
-    constant = failure.failures(sharpmax.Constant(4.0), e_a, e_b, found).errs.first
+    softmax = failure_lengths.failures(sharpmax.Constant(1.0), e_a, e_b, found).errs.first
+    constant = failure_lengths.failures(sharpmax.Constant(4.0), e_a, e_b, found).errs.first
     later, same, earlier = ((constant > softmax).sum(), (constant == softmax).sum(), (constant < softmax).sum())
     assert later + same + earlier == data["reading"]["cases"]
     words = f"constant beta = 4: later in {later:,} cases, the same in {same:,}, earlier in {earlier:,} and beyond"
@@ -204,14 +206,14 @@ def test_cases_that_are_not_plain_are_told(heads, data, read, monkeypatch):
     at_zero[0], flips[0] = True, (0.999, np.inf)  # the other way round
     flips[1] = np.inf  # no change
     flips[2] = (0.001, 0.998)  # twice
-    changed = failure.Reading(at_zero, flips, found.says_b)
+    changed = failure_lengths.Reading(at_zero, flips, found.says_b)
     monkeypatch.setattr(failure, "reading", lambda *_: changed)
     told = failure.data(heads, GAPS)
     assert told["reading"]["errs_below"]["high"] < 0.9
     assert told["reading"]["plain"] == data["reading"]["cases"] - 3
     words = "does not change (1), changes more than once (1), changes the other way round (1)."
     assert f"In the others its answer {words}" in told["caption"]
-    mostly = failure.Reading(at_zero, np.where(np.arange(len(flips))[:, None] % 2, flips, np.inf), found.says_b)
+    mostly = failure_lengths.Reading(at_zero, np.where(np.arange(len(flips))[:, None] % 2, flips, np.inf), found.says_b)
     monkeypatch.setattr(failure, "reading", lambda *_: mostly)
     with pytest.raises(InputError, match="for most pairs at every gap"):
         failure.data(heads, GAPS)
@@ -227,7 +229,7 @@ def test_the_example_and_remark_b3(data):
     large = n > 1e8
     np.testing.assert_allclose((slow * n / np.log(n))[large], math.exp(d), rtol=1e-4)
     assert example["log_decay"]["errs_from"] > example["errs_from"]["softmax"]
-    for dtype in failure.EPSILONS:
+    for dtype in failure_lengths.EPSILONS:
         passes = example["log_decay"]["epsilon"][dtype]
         assert passes > example["epsilon"]["softmax"][dtype]
         odds_then = math.exp(d) * math.log(passes) / (passes - 1)
@@ -284,7 +286,7 @@ def test_files(heads, tmp_path):
     assert record["seeds"] == list(heads.checkpoint.seeds)
     assert "2 trained heads" in record["caption"]
     assert not [s for s in strings(record) if s.startswith("/")]
-    assert np.shape(record["mechanisms"]["softmax"]["errs_from_by_seed"]) == (len(failure.GAPS), SEEDS)
+    assert np.shape(record["mechanisms"]["softmax"]["errs_from_by_seed"]) == (len(failure_lengths.GAPS), SEEDS)
 
 
 def test_heads_that_cannot_be_used(heads, tmp_path):
