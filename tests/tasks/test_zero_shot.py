@@ -22,7 +22,9 @@ from sharpmax.paper import zero_shot as exhibit
 from sharpmax.tasks import zero_shot
 from sharpmax.tasks.prompts import Prompt, maximum_question
 from sharpmax.tasks.zero_shot import Settings, Subject, measures, policies, run
+from sharpmax.tasks.zero_shot.claims import claimed
 from sharpmax.tasks.zero_shot.policies import HeadStats
+from sharpmax.tasks.zero_shot.study import Cell
 
 SIZE: dict[str, Any] = {
     "vocab_size": 257,
@@ -223,35 +225,81 @@ def test_a_policy_is_on_inside_of_its_block_only(model: Any) -> None:
 def test_what_is_written_is_not_measured_again(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = zero_shot.measure(subject, SETTINGS, tmp_path)
+    assert zero_shot.measure(subject, SETTINGS, tmp_path) == []
+    first = zero_shot.collect(tmp_path / "tiny")
     assert {(c["task"], c["size"]) for c in first["cells"]} == {
         ("perplexity", 512), ("perplexity", 1024), ("needle", 512), ("needle", 1024), ("maximum", 2)
     }  # fmt: skip
     assert len(first["cells"]) == 15
-    cell = json.loads((tmp_path / "tiny" / "needle_512_paper.json").read_text())
-    assert cell["provenance"]["versions"]["torch"] == torch.__version__
+    assert (first["missing"], [maker["cells"] for maker in first["measured_by"]]) == ([], [16])
+    assert first["measured_by"][0]["versions"]["torch"] == torch.__version__
     count = _counting(monkeypatch)
-    assert zero_shot.measure(subject, SETTINGS, tmp_path) == first
+    assert zero_shot.measure(subject, SETTINGS, tmp_path) == []
+    assert zero_shot.collect(tmp_path / "tiny") == first
     assert count == []
     (tmp_path / "tiny" / "needle_512_paper.json").unlink()
-    assert zero_shot.measure(subject, SETTINGS, tmp_path) == first
+    assert zero_shot.collect(tmp_path / "tiny")["missing"] == ["needle at 512 (1 of 3 policies)"]
+    zero_shot.measure(subject, SETTINGS, tmp_path)
+    assert zero_shot.collect(tmp_path / "tiny")["cells"] == first["cells"]
     assert count == [("needle", 512)]
+
+
+def test_a_part_of_a_study_is_measured_as_the_whole_is_and_sizes_can_be_added(subject: Subject, tmp_path: Path) -> None:
+    whole = dataclasses.replace(SETTINGS, policies=("off",))
+    zero_shot.measure(subject, whole, tmp_path)
+    folder = tmp_path / "tiny"
+    cell = folder / "perplexity_512_off.json"
+    first = json.loads(cell.read_text())["result"]
+    cell.unlink()
+    zero_shot.measure(subject, zero_shot.settle(folder, lengths=(512,)), tmp_path)
+    assert json.loads(cell.read_text())["result"] == first  # the same tokens, as 1,024 is still the study's longest
+    more = zero_shot.settle(folder, lengths=(768,), items=(3,), policies=("held",))
+    assert (more.prompts, more.segments) == (2, 2)
+    zero_shot.measure(subject, more, tmp_path)
+    found = zero_shot.collect(folder)
+    assert found["settings"]["lengths"] == (512, 768, 1024)
+    assert found["settings"]["items"] == (2, 3)
+    assert {(c["task"], c["size"]) for c in found["cells"] if c["policy"] == "held"} == {
+        ("perplexity", 768), ("needle", 768), ("maximum", 3)
+    }  # fmt: skip
+    assert found["missing"] == [
+        "perplexity at 512 (1 of 2 policies), 768 (1 of 2 policies), 1,024 (1 of 2 policies)",
+        "needle at 512 (1 of 2 policies), 768 (1 of 2 policies), 1,024 (1 of 2 policies)",
+        "maximum at 2 (1 of 2 policies), 3 (1 of 2 policies)",
+    ]
+    tokens = measures.text_tokens(subject.tokenizer)
+    ends = measures.stretch_ends(len(tokens), 1024, 2)
+    with policies.switched("held", subject.model, subject.context, {}):
+        expected = zero_shot.perplexity(subject.model, tokens, ends, 768)
+    assert json.loads((folder / "perplexity_768_held.json").read_text())["result"] == expected
 
 
 def test_cells_of_other_settings_or_weights_are_refused_and_kept(subject: Subject, tmp_path: Path) -> None:
     few = dataclasses.replace(SETTINGS, lengths=(512,), policies=("off",))
     zero_shot.measure(subject, few, tmp_path)
-    kept = {path: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
-    with pytest.raises(ValueError, match="holds results with other prompts: choose another folder"):
-        zero_shot.measure(subject, dataclasses.replace(few, prompts=3), tmp_path)
-    with pytest.raises(ValueError, match="holds results with other longest"):  # other stretches of text
-        zero_shot.measure(subject, dataclasses.replace(few, lengths=(512, 1024)), tmp_path)
+    folder = tmp_path / "tiny"
+    kept = {path: path.read_bytes() for path in folder.glob("*.json")}
+    with pytest.raises(ValueError, match="holds a study with prompts 2, got 3: choose another folder"):
+        zero_shot.settle(folder, prompts=3)
+    for lengths, said in (((512, 1024), "512 to 1,024"), ((256, 512), "256 to 512")):  # other stretches of text
+        with pytest.raises(ValueError, match=rf"expected lengths from 512 to 512, as .* got {said}: choose another"):
+            zero_shot.measure(subject, dataclasses.replace(few, lengths=lengths), tmp_path)
+    with pytest.raises(ValueError, match="expected lengths of at most the text's"):
+        zero_shot.measure(subject, dataclasses.replace(few, lengths=(512, 10**7)), tmp_path / "other")
     trained = copy.deepcopy(subject.model)
     with torch.no_grad():
         next(trained.parameters()).add_(0.1)
+    changed = Subject("tiny", trained, subject.tokenizer, subject.context)
     with pytest.raises(ValueError, match="holds results with other weights"):
-        zero_shot.measure(Subject("tiny", trained, subject.tokenizer, subject.context), few, tmp_path)
-    assert {path: path.read_bytes() for path in (tmp_path / "tiny").iterdir()} == kept
+        zero_shot.measure(changed, few, tmp_path)
+    assert {path: path.read_bytes() for path in folder.glob("*.json")} == kept
+    for path in folder.glob("*_*.json"):
+        path.unlink()
+    with pytest.raises(ValueError, match="holds a study with other weights"):
+        zero_shot.measure(changed, few, tmp_path)
+    (folder / "study.json").write_text('{"schema": "something"}')
+    with pytest.raises(ValueError, match=r"study\.json is not what a study left there"):
+        zero_shot.settle(folder)
 
 
 def test_an_interrupted_measurement_goes_on(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +311,27 @@ def test_an_interrupted_measurement_goes_on(subject: Subject, tmp_path: Path, mo
     count = _counting(monkeypatch)
     zero_shot.measure(subject, few, tmp_path)
     assert count == [("needle", 512), ("maximum", 2)]
+
+
+def test_two_at_once_share_the_cells(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins and ends while the first is at its second cell: it takes all the others."""
+    few = dataclasses.replace(SETTINGS, lengths=(512,), policies=("off", "paper"))
+    second = dataclasses.replace(subject, model=copy.deepcopy(subject.model))
+    measured, left = [], []
+    honest = run._Work.measure
+
+    def watched(self: Any, task: str, size: int) -> Any:
+        measured.append((self.subject is second, task))
+        if len(measured) == 2:
+            left.extend(zero_shot.measure(second, few, tmp_path))
+        return honest(self, task, size)
+
+    monkeypatch.setattr(run._Work, "measure", watched)
+    assert zero_shot.measure(subject, few, tmp_path) == []
+    assert list(map(str, left)) == ["perplexity_512_paper"]
+    tasks = ["needle", "needle", "maximum", "maximum"]
+    assert measured == [(False, "perplexity")] * 2 + [(True, task) for task in tasks]
+    assert zero_shot.collect(tmp_path / "tiny")["missing"] == []
 
 
 def _interrupt(*arguments: Any) -> Any:
@@ -296,7 +365,7 @@ def test_settings_that_cannot_be_measured_are_refused() -> None:
 
 def test_the_table_stars_what_is_beyond_the_context() -> None:
     cells = [
-        {"task": "perplexity", "size": n, "policy": p, "perplexity": n / 100 + (p == "paper")}
+        {"task": "perplexity", "size": n, "policy": p, "perplexity": n / 10 + (p == "paper")}
         for n in (512, 1024)
         for p in ("off", "paper")
     ]
@@ -305,30 +374,45 @@ def test_the_table_stars_what_is_beyond_the_context() -> None:
         for task, tokens in (("needle", 16), ("maximum", 700))
         for p in ("off", "paper")
     ]
-    results = {"model": "m", "context": 512, "policies": {"off": "off", "paper": "the paper's"}, "cells": cells}
-    perplexity, needle, maximum = zero_shot.zero_shot_table(results).split("\n\n")
+    cells.pop()
+    labels = {"off": "off", "paper": "the paper's"}
+    lacking = ["maximum at 16 (1 of 2 policies)"]
+    results = {"model": "m", "context": 512, "policies": labels, "cells": cells, "missing": lacking}
+    perplexity, needle, maximum, missing = zero_shot.zero_shot_table(results).split("\n\n")
     assert perplexity.splitlines() == [
         "| Perplexity, by tokens, m | 512 | 1,024* |",
         "| --- | ---: | ---: |",
-        "| off | 5.12 | 10.24 |",
-        "| the paper's | 6.12 | 11.24 |",
+        "| off | 51.20 | 102 |",
+        "| the paper's | 52.20 | 103 |",
     ]
     assert "| 16 |" in needle
     assert "| 16* |" in maximum
-    assert "| off | 25 |" in maximum
+    assert "| off | 25 |\n| the paper's | - |" in maximum
+    assert missing == "Not measured: maximum at 16 (1 of 2 policies)."
 
 
 def test_the_exhibit_writes_picture_numbers_and_table(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "tiny")
     tokenizer.save_pretrained(tmp_path / "tiny")
-    paths = exhibit.run(
-        tmp_path / "out", str(tmp_path / "tiny"), lengths="512", items="2,4", policies="off,held_sharp", prompts=2
-    )
+    asked: dict[str, Any] = {
+        "model": str(tmp_path / "tiny"),
+        "lengths": "512",
+        "items": "2,4",
+        "policies": "off,held_sharp",
+    }
+    out, cell = tmp_path / "out", Cell("needle", 512, "off")
+    with claimed(cell.claim(out / "zero_shot" / "tiny")):
+        assert exhibit.run(out, **asked, prompts=2) == ([], ["needle_512_off"])
+    assert [path.name for path in out.iterdir()] == ["zero_shot"]
+    partial = json.loads(exhibit.run(out, "tiny", report=True).paths[2].read_text())
+    assert partial["caption"].endswith("Not measured: needle at 512 (1 of 2 policies).")
+    paths = exhibit.run(out, **asked).paths
     assert [path.name for path in paths] == [f"zero_shot_tiny.{suffix}" for suffix in ("png", "pdf", "json", "md")]
     data = json.loads(paths[2].read_text())
     assert data["settings"]["items"] == [2, 4]
-    assert len(data["cells"]) == 8
+    assert (len(partial["cells"]), len(data["cells"])) == (7, 8)
     assert "in the 2 of 8 heads" in data["caption"]
+    assert "Not measured" not in data["caption"]
     assert zero_shot.zero_shot_table(data) + "\n" == paths[3].read_text()
     assert str(tmp_path) not in paths[2].read_text()
 
@@ -339,3 +423,5 @@ def test_the_exhibit_refuses_what_it_cannot_use_before_loading_a_model(
     monkeypatch.setattr(zero_shot, "find_subject", None)
     with pytest.raises(InputError, match="expected policies of off"):
         exhibit.run(tmp_path, policies="nothing")
+    with pytest.raises(InputError, match="holds no study to report on; leave --report out"):
+        exhibit.run(tmp_path, report=True)

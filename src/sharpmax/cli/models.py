@@ -92,11 +92,15 @@ def zero_shot(
     prompts: Annotated[int | None, typer.Option(help="Prompts in each cell.", min=1)] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few and short cells: a try of a few minutes.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Measure nothing; make the figure and tables of what is there.")
+    ] = False,
 ) -> None:
     """What happens to a model that was not trained with a policy when it is switched on (Section 4.2).
 
     Perplexity of a text, and right answers to maximum and needle prompts, against length. Every cell is a file: the
-    same command goes on where it stopped.
+    same command goes on where it stopped, and sizes may be added up to the longest. The command may run several times
+    at once on one folder: each takes cells that no other works on, and the last writes the report.
     """
     _require()
     require("matplotlib", "experiments", "Drawing figures")
@@ -104,11 +108,15 @@ def zero_shot(
 
     check_folder(out)
     made = zero_shot.run(
-        out, model=model, lengths=lengths, items=items, policies=policies, prompts=prompts, dtype=dtype, quick=quick
-    )
-    for path in made:
+        out, model=model, lengths=lengths, items=items, policies=policies, prompts=prompts, dtype=dtype, quick=quick,
+        report=report,
+    )  # fmt: skip
+    if made.left:
+        print(f"left to other processes: {', '.join(made.left)}")
+        return
+    for path in made.paths:
         print(path)
-    print((out / f"zero_shot_{Path(model).name}.md").read_text(encoding="utf-8"))
+    print(made.paths[-1].read_text(encoding="utf-8"))
 
 
 def _require() -> None:

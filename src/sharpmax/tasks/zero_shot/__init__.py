@@ -1,6 +1,7 @@
 """Zero-shot effect: policies switched on in a model that was not trained with them.
 
-policies (and which heads are sharp)  ->  measures  ->  run (cells, each in a file)  ->  table
+policies (and which heads are sharp), measures  ->  study (what is asked)  ->  run (cells, each in a file)  ->  results
+(all cells of a folder)  ->  table
 """
 
 from ...extras import require
@@ -10,7 +11,9 @@ for _package in ("torch", "transformers"):
 
 from .measures import answers, is_right, perplexity, text  # noqa: E402
 from .policies import CHOICES, head_stats, sharp_heads  # noqa: E402
-from .run import QUICK, TASKS, Settings, Subject, check_cells, find_subject, measure  # noqa: E402
+from .results import collect  # noqa: E402
+from .run import Subject, find_subject, measure, prepare  # noqa: E402
+from .study import QUICK, TASKS, Settings, load_study, settle  # noqa: E402
 from .table import value, zero_shot_table  # noqa: E402
 
 __all__ = [
@@ -20,12 +23,15 @@ __all__ = [
     "Settings",
     "Subject",
     "answers",
-    "check_cells",
+    "collect",
     "find_subject",
     "head_stats",
     "is_right",
+    "load_study",
     "measure",
     "perplexity",
+    "prepare",
+    "settle",
     "sharp_heads",
     "text",
     "value",

@@ -6,6 +6,8 @@ answers           greedy answers that are right, and the log-probability of the 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -31,6 +33,12 @@ the kernels for causal rows, and stock attention a mask of queries x keys."""
 def text() -> str:
     """A real text: the reference manual of the Python language (Python 3.11.7, pydoc_data.topics)."""
     return resources.files("sharpmax.tasks.zero_shot").joinpath("text.txt").read_text(encoding="utf-8")
+
+
+@functools.cache
+def text_hash() -> str:
+    """The SHA-256 of :func:`text`."""
+    return hashlib.sha256(text().encode()).hexdigest()
 
 
 def text_tokens(tokenizer: Any, content: str | None = None) -> Tensor:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,59 +17,13 @@ from ...progress import Show
 from ...provenance import provenance
 from ..prompts import Prompt, maximum_question, needle_question, sized
 from . import measures, policies
+from .claims import claimed
+from .study import HEADS, Cell, Settings, Study, begin, load_study, merged
 
 CALIBRATION = 1_000_000
 """Calibration prompts are numbered from here on; no prompt that is scored is one of them."""
 
 CALIBRATION_PROMPTS, CALIBRATION_SENTENCES, CALIBRATION_ITEMS = 4, 16, 16
-TASKS = {
-    "perplexity": "perplexity of a text, by tokens",
-    "needle": "numbers found in a text, by tokens",
-    "maximum": "the largest of a list, by items",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is measured, and of what size; the same settings give the same cells."""
-
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
-    """Tokens of stretches of text and of needle prompts."""
-
-    items: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256)
-    """Items of maximum prompts."""
-
-    policies: tuple[str, ...] = tuple(policies.CHOICES)
-    segments: int = 16
-    prompts: int = 100
-    shots: int = 5
-    """Solved examples before a maximum prompt."""
-
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.policies if name not in policies.CHOICES]
-        if unknown or not self.policies:
-            raise ValueError(f"expected policies of {', '.join(policies.CHOICES)}, got {', '.join(unknown) or 'none'}")
-        if not self.lengths or min(self.lengths) < 128:
-            raise ValueError(f"expected lengths of at least 128 tokens, got {self.lengths}")
-        if not self.items or min(self.items) < 1:
-            raise ValueError(f"expected numbers of items of at least 1, got {self.items}")
-
-    @property
-    def targets(self) -> int:
-        """Tokens that are predicted at the end of every stretch of text, the same ones for every length."""
-        return min(measures.TARGETS, min(self.lengths) // 2)
-
-    def sizes(self, task: str) -> tuple[int, ...]:
-        """The sizes of a task's prompts."""
-        return self.items if task == "maximum" else self.lengths
-
-
-QUICK = Settings(
-    lengths=(256, 512), items=(4, 16), policies=("off", "paper", "held", "paper_sharp"), segments=2, prompts=6
-)
-"""A few minutes on a CPU: whether it works, not what comes out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +40,17 @@ class Subject:
         """Of the weights."""
         return fingerprint(self.model)
 
+    @functools.cached_property
+    def text(self) -> Tensor:
+        """The tokens of the text."""
+        return measures.text_tokens(self.tokenizer)
+
+    def study(self, settings: Settings) -> Study:
+        """What is asked of it, as it is kept."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        text = measures.text_hash()
+        return Study(self.name, self.context, self.fingerprint, dtype, text, len(self.text), settings)
+
     @property
     def bos(self) -> int | None:
         """The token that the tokenizer puts before every text, if it does."""
@@ -100,40 +63,62 @@ class Subject:
         return 131_072 if self.model.device.type == "cuda" else 4096
 
 
-def measure(subject: Subject, settings: Settings, out: Path, show: Show = lambda done, of, now: None) -> dict[str, Any]:
-    """Measure every (policy, task, size), each into a file of its own under ``out``; returns all of them.
+def prepare(subject: Subject, settings: Settings, out: Path) -> Settings:
+    """Begin a study in OUT/MODEL, or go on with the one that is there; returns the settings of all of it.
 
-    Files that are there are taken as they are; :func:`check_cells` refuses those of other settings or weights.
+    A folder with results of other settings or of another model is refused and left as it is.
     """
-    check_cells(subject, settings, out)
-    heads = _cell(
-        _file(out, subject, "heads"),
-        _settings(subject, settings, "heads"),
-        lambda: choose_heads(subject, settings),
-    )
-    chosen = {int(layer): which for layer, which in heads["sharp"].items()}
-    cells, plan = [], _plan(settings)
-    work = _Work(subject, settings)
-    for done, (task, size, policy) in enumerate(plan):
-        show(done, len(plan), f"{task} {size:,} {policy}")
+    folder = out / subject.name
+    there, asked = load_study(folder), subject.study(settings)
+    measures.stretch_ends(asked.text_tokens, settings.longest, settings.segments)
+    _check_cells(subject, settings if there is None else merged(there.settings, settings, folder), folder)
+    return begin(folder, asked).settings
 
-        def one(task: str = task, size: int = size, policy: str = policy) -> dict[str, Any]:
-            with policies.switched(policy, subject.model, subject.context, chosen):
-                return work.measure(task, size)
 
-        found = _cell(_file(out, subject, task, size, policy), _settings(subject, settings, task, size, policy), one)
-        cells.append({"task": task, "size": size, "policy": policy, **found})
-    show(len(plan), len(plan), "done")
-    return {
-        "model": subject.name,
-        "context": subject.context,
-        "dtype": str(subject.model.dtype).removeprefix("torch."),
-        "settings": dataclasses.asdict(settings),
-        "text": {"tokens": len(work.tokens), "sha256": _text_hash()},
-        "policies": {name: policies.CHOICES[name].label for name in settings.policies},
-        "heads": heads,
-        "cells": cells,
-    }
+def measure(subject: Subject, settings: Settings, out: Path, show: Show = lambda done, of, now: None) -> list[Cell]:
+    """Measure every cell of ``settings``, each into a file of its own in OUT/MODEL, if it is not there.
+
+    Cells that another process works on are left to it, and returned. :func:`prepare` refuses what does not fit.
+    """
+    whole, folder = prepare(subject, settings, out), out / subject.name
+    heads = _heads(subject, whole, folder)
+    work, plan = _Work(subject, whole), settings.cells()
+    taken: list[Cell] = []
+    for attempt in (plan, taken):  # Those that others hold are tried once more in the end.
+        left, taken[:] = list(attempt), []
+        for cell in left:
+            show(plan.index(cell), len(plan), f"{cell.task} {cell.size:,} {cell.policy}")
+            if not _fill(cell, folder, work, heads):
+                taken.append(cell)
+    show(len(plan) - len(taken), len(plan), "done")
+    return taken
+
+
+def _heads(subject: Subject, settings: Settings, folder: Path) -> policies.Heads:
+    """The sharp heads, chosen by the first process that comes, for which others wait."""
+    with claimed(HEADS.claim(folder), wait=True):
+        if not HEADS.file(folder).exists():
+            _write(HEADS, folder, _settings(subject, settings, HEADS), choose_heads(subject, settings))
+    sharp = json.loads(HEADS.file(folder).read_text(encoding="utf-8"))["result"]["sharp"]
+    return {int(layer): which for layer, which in sharp.items()}
+
+
+def _fill(cell: Cell, folder: Path, work: _Work, heads: policies.Heads) -> bool:
+    """Measure a cell unless it is there; whether it is there now."""
+    if cell.file(folder).exists():
+        return True
+    with claimed(cell.claim(folder)) as mine:
+        if mine and not cell.file(folder).exists():  # It may have been written just before the claim.
+            subject = work.subject
+            with policies.switched(cell.policy, subject.model, subject.context, heads):
+                found = work.measure(cell.task, cell.size)
+            _write(cell, folder, _settings(subject, work.settings, cell), found)
+        return mine
+
+
+def _write(cell: Cell, folder: Path, settings: dict[str, Any], result: dict[str, Any]) -> None:
+    content = {"settings": settings, "result": result, "provenance": provenance()}
+    write_text(cell.file(folder), json.dumps(content, indent=1) + "\n")
 
 
 class _Work:
@@ -141,8 +126,7 @@ class _Work:
 
     def __init__(self, subject: Subject, settings: Settings) -> None:
         self.subject, self.settings = subject, settings
-        self.tokens = measures.text_tokens(subject.tokenizer)
-        self.ends = measures.stretch_ends(len(self.tokens), max(settings.lengths), settings.segments)
+        self.ends = measures.stretch_ends(len(subject.text), settings.longest, settings.segments)
         self.questions: dict[tuple[str, int], list[measures.Question]] = {}
 
     def measure(self, task: str, size: int) -> dict[str, Any]:
@@ -150,9 +134,7 @@ class _Work:
         s = self.subject
         if task == "perplexity":
             targets = self.settings.targets
-            return measures.perplexity(
-                s.model, self.tokens, self.ends, size, targets=targets, bos=s.bos, budget=s.budget
-            )
+            return measures.perplexity(s.model, s.text, self.ends, size, targets=targets, bos=s.bos, budget=s.budget)
         if (task, size) not in self.questions:
             made = prompts(task, size, s.tokenizer, self.settings)
             self.questions = {(task, size): measures.read(made, s.tokenizer)}
@@ -189,7 +171,7 @@ def choose_heads(subject: Subject, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _settings(subject: Subject, settings: Settings, task: str, size: int = 0, policy: str = "") -> dict[str, Any]:
+def _settings(subject: Subject, settings: Settings, cell: Cell) -> dict[str, Any]:
     """What decides a cell: a file that says otherwise is refused."""
     shared = {
         "model": subject.name,
@@ -198,44 +180,22 @@ def _settings(subject: Subject, settings: Settings, task: str, size: int = 0, po
         "seed": settings.seed,
         "shots": settings.shots,
     }
-    if task == "perplexity":
-        shared |= {"segments": settings.segments, "longest": max(settings.lengths), "targets": settings.targets}
-        shared |= {"text": _text_hash()}
-    elif task != "heads":
+    if cell.task == "perplexity":
+        shared |= {"segments": settings.segments, "longest": settings.longest, "targets": settings.targets}
+        shared |= {"text": measures.text_hash()}
+    elif cell != HEADS:
         shared |= {"prompts": settings.prompts}
-    return shared | {"task": task, "size": size, "policy": policy}
+    return shared | cell._asdict()
 
 
-@functools.cache
-def _text_hash() -> str:
-    return hashlib.sha256(measures.text().encode()).hexdigest()
-
-
-def _plan(settings: Settings) -> list[tuple[str, int, str]]:
-    return [(task, size, policy) for task in TASKS for size in settings.sizes(task) for policy in settings.policies]
-
-
-def _file(out: Path, subject: Subject, task: str, size: int = 0, policy: str = "") -> Path:
-    return out / subject.name / ("sharp_heads.json" if task == "heads" else f"{task}_{size}_{policy}.json")
-
-
-def check_cells(subject: Subject, settings: Settings, out: Path) -> None:
-    """Refuse a folder that holds cells of the same names with other settings or of other weights."""
-    for cell in (("heads", 0, ""), *_plan(settings)):
-        if (path := _file(out, subject, *cell)).exists():
-            known, asked = json.loads(path.read_text(encoding="utf-8"))["settings"], _settings(subject, settings, *cell)
+def _check_cells(subject: Subject, settings: Settings, folder: Path) -> None:
+    for cell in (HEADS, *settings.cells()):
+        if (path := cell.file(folder)).exists():
+            known, asked = json.loads(path.read_text(encoding="utf-8"))["settings"], _settings(subject, settings, cell)
             if other := sorted(name for name in {**known, **asked} if known.get(name) != asked.get(name)):
                 raise ValueError(
-                    f"{path.parent} holds results with other {', '.join(other)}: choose another folder, or remove them"
+                    f"{folder} holds results with other {', '.join(other)}: choose another folder, or remove them"
                 )
-
-
-def _cell(path: Path, settings: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))["result"]
-    result = measured()
-    write_text(path, json.dumps({"settings": settings, "result": result, "provenance": provenance()}, indent=1) + "\n")
-    return result
 
 
 def find_subject(name_or_path: str, dtype: str | None = None, device: str | None = None) -> Subject:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .run import TASKS
+from .study import TASKS
 
 HEADINGS = {
     "perplexity": "Perplexity, by tokens",
@@ -20,16 +20,23 @@ def value(cell: Mapping[str, Any]) -> float:
 
 
 def zero_shot_table(results: Mapping[str, Any]) -> str:
-    """One table for each task: a row for each policy, a column for each size; sizes beyond the context are starred."""
-    return "\n\n".join(_one(results, task) for task in TASKS)
+    """One table for each task: a row for each policy, a column for each size; sizes beyond the context are starred.
+
+    Cells that are not measured have a dash, and are named below.
+    """
+    tables = [_one(results, task) for task in TASKS]
+    lacking = [f"Not measured: {'; '.join(results['missing'])}."] if results["missing"] else []
+    return "\n\n".join([table for table in tables if table] + lacking)
 
 
 def _one(results: Mapping[str, Any], task: str) -> str:
     cells = {(c["size"], c["policy"]): c for c in results["cells"] if c["task"] == task}
+    if not cells:
+        return ""
     sizes = sorted({size for size, _ in cells})
     lines = [[f"{HEADINGS[task]}, {results['model']}", *(_heading(cells, n, results["context"]) for n in sizes)]]
     for policy, label in results["policies"].items():
-        lines.append([label, *(_shown(cells[n, policy]) for n in sizes)])
+        lines.append([label, *(_shown(cells.get((n, policy))) for n in sizes)])
     lines.insert(1, ["---"] + ["---:"] * len(sizes))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -39,5 +46,9 @@ def _heading(cells: Mapping[tuple[int, str], Mapping[str, Any]], size: int, cont
     return f"{size:,}{'*' if tokens > context else ''}"
 
 
-def _shown(cell: Mapping[str, Any]) -> str:
-    return f"{value(cell):.2f}" if cell["task"] == "perplexity" else f"{100 * value(cell):.0f}"
+def _shown(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return "-"
+    if cell["task"] == "perplexity":
+        return f"{value(cell):,.{2 if value(cell) < 100 else 0}f}"
+    return f"{100 * value(cell):.0f}"

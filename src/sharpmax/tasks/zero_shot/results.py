@@ -1,0 +1,72 @@
+"""What a folder holds of a study, whoever measured it, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Container, Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from . import measures, policies
+from .study import HEADS, Cell, load_study
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """All cells of the study in ``folder`` that are there, with what they share and what made them."""
+    study = load_study(folder)
+    if study is None or not HEADS.file(folder).exists():
+        raise ValueError(f"{folder} holds no study to report on; leave --report out to begin one")
+    plan = study.settings.cells()
+    found = {cell: content for cell in (HEADS, *plan) if (content := _read(cell.file(folder))) is not None}
+    ends = measures.stretch_ends(study.text_tokens, study.settings.longest, study.settings.segments)
+    return {
+        "model": study.model,
+        "context": study.context,
+        "dtype": study.dtype,
+        "settings": dataclasses.asdict(study.settings),
+        "text": {
+            "tokens": study.text_tokens,
+            "sha256": study.text,
+            "segments": len(ends),
+            "targets": study.settings.targets,
+        },
+        "policies": {name: policies.CHOICES[name].label for name in study.settings.policies},
+        "heads": found[HEADS]["result"],
+        "cells": [{**cell._asdict(), **found[cell]["result"]} for cell in plan if cell in found],
+        "missing": missing(plan, found),
+        "measured_by": _makers(content["provenance"] for content in found.values()),
+    }
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def missing(plan: Iterable[Cell], there: Container[Cell]) -> list[str]:
+    """A line for each task that lacks cells: its sizes, and how many policies where not all of them are lacking."""
+    lines = []
+    for task, cells in groupby(plan, key=lambda cell: cell.task):
+        sizes = []
+        for size, group in groupby(cells, key=lambda cell: cell.size):
+            lacking = [cell not in there for cell in group]
+            if any(lacking):
+                some = "" if all(lacking) else f" ({sum(lacking)} of {len(lacking)} policies)"
+                sizes.append(f"{size:,}{some}")
+        if sizes:
+            lines.append(f"{task} at {', '.join(sizes)}")
+    return lines
+
+
+def _makers(provenances: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Device, versions, commit and command of the cells, each of them once, with when and of how many cells."""
+    makers: dict[str, dict[str, Any]] = {}
+    for made in provenances:
+        shared = {name: value for name, value in made.items() if name != "time"}
+        maker = makers.setdefault(json.dumps(shared, sort_keys=True), {"cells": 0, "times": [], **shared})
+        maker["cells"] += 1
+        maker["times"] = sorted({*maker["times"], made["time"]})
+    for maker in makers.values():
+        maker["times"] = [maker["times"][0], maker["times"][-1]]
+    return sorted(makers.values(), key=lambda maker: maker["times"])
