@@ -114,3 +114,17 @@ def test_vanishing_with_length() -> None:
         assert LinearFeatures()(np.abs(logits) + 0.5).max() <= 2.5 / 0.5 / n
         assert StickBreaking()(logits)[-1] >= 1 / (1 + math.exp(2))
         assert Linear()(logits).max() == logits.max()
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e-36])
+def test_small_products_of_features_have_gradients(library: str, scale: float) -> None:
+    """Training drives products down; weights depend on their ratios alone, whose gradient is that of a quotient."""
+    products, cotangent = np.array([3.0, 1.0, 0.5, 0.25]), np.array([1.0, -2.0, 0.5, 3.0])
+    want = (cotangent - (cotangent * products).sum() / products.sum()) / products.sum()
+
+    def total(x: Any) -> Any:
+        return (LinearFeatures()(x) * make(library, cotangent.tolist())).sum()
+
+    found = gradient(library, total, make(library, (products * scale).tolist()))
+    np.testing.assert_allclose(numbers(found).astype(np.float64) * scale, want, rtol=1e-5)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..core.arrays import Array
+from ..core.arrays import Array, stop_gradient
 from .base import About, Mechanism
 from .elementwise import Elementwise
 
@@ -54,7 +54,8 @@ class LinearFeatures(Mechanism):
         return xp.where(x > 0, x + 1.0, xp.exp(xp.where(x > 0, 0.0, x)))
 
     def formula(self, xp: Any, logits: Array, visible: Array, parameters: Mapping[str, Array]) -> Array:
-        return logits / _divisor(xp, xp.sum(logits, axis=-1, keepdims=True))
+        shares = logits / _divisor(xp, stop_gradient(xp.sum(logits, axis=-1, keepdims=True)))
+        return shares / _divisor(xp, xp.sum(shares, axis=-1, keepdims=True))  # JAX squares what it divides by
 
     def fold(
         self, xp: Any, carry: Any, logits: Array, visible: Array, value: Array, count: Array, parameters: Any
