@@ -47,6 +47,9 @@ class Quiet:
     def finished(self, cell: Cell, result: Any) -> None:
         self._hear(f"{cell} is full")
 
+    def failed(self, cell: Cell, error: str) -> None:
+        raise AssertionError(f"{cell} failed: {error}")
+
     def _hear(self, what: str) -> None:
         self.heard.append(what)
         if self.stop and self.stop in what:
@@ -89,6 +92,19 @@ def test_the_command_makes_both_tables_and_goes_on(
     assert again == tables
     changed = [path for path, time in files.items() if path.stat().st_mtime_ns != time]
     assert changed == [out / "second" / "sparsemax" / "inference.json"]
+
+    for tensors in out.glob("second/*/*.safetensors"):  # What was measured counts without the heads,
+        tensors.unlink()
+    files = {path: path.stat().st_mtime_ns for path in out.glob("second/*/*.json")}
+    assert run("--out", str(out), "--mechanisms", "sparsemax", "--tasks", "second") == 0
+    assert files == {path: path.stat().st_mtime_ns for path in out.glob("second/*/*.json")}
+    seconds = tables["trained"]["rows"]["sparsemax"]["training"]["seconds"]
+    _forget(out / "second" / "sparsemax" / "trained.json", 16)  # and only those that are needed are trained again.
+    assert run("--out", str(out), "--mechanisms", "sparsemax", "--tasks", "second") == 0
+    again = json.loads((out / "leaderboard.json").read_text())["tasks"]["second"]["tables"]
+    again["trained"]["rows"]["sparsemax"]["training"]["seconds"] = seconds
+    assert again == tables
+    assert [path.parent.name for path in out.glob("second/*/*.safetensors")] == ["sparsemax"]
 
     (out / "second" / "sparsemax" / "trained.json").unlink()
     assert run("--out", str(out), "--report", "--mechanisms", "sparsemax,linear", "--tasks", "second") == 0
@@ -152,7 +168,7 @@ def test_time_that_is_up_stops_it_before_any_work(tmp_path: Path, capsys: pytest
 
 
 def test_a_cell_that_another_process_holds_is_left_to_it(tmp_path: Path) -> None:
-    from sharpmax.leaderboard.cells import claimed
+    from sharpmax.core.claims import claimed
 
     settings = settle(tmp_path, **SMALL)
     with claimed(tmp_path / "max" / "softmax"):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from sharpmax.core.claims import claimed
 from sharpmax.leaderboard import assemble, write_report
-from sharpmax.leaderboard.cells import Cell, Result, claimed, load_result
-from sharpmax.leaderboard.figures import spread_out, style
+from sharpmax.leaderboard.cells import Cell, Result, load_result
+from sharpmax.leaderboard.figures import differences, spread_out, style
 from sharpmax.leaderboard.settings import Settings
 from sharpmax.mechanisms import MECHANISMS
 from sharpmax.tasks.max_retrieval import Protocol
@@ -76,6 +77,11 @@ def test_statistics_are_those_of_scipy_and_by_hand(filled: Path) -> None:
     assert (rows["softmax"]["below_90"], rows["softmax"]["below_50"]) == (64, 256)
     assert (rows["window"]["below_90"], rows["window"]["below_50"]) == (64, 64)  # the first, though it rises again
     assert rows["sparsemax"]["below_50"] is None
+    assert [row["diverged"] for row in rows.values()] == [1, 1, 1]  # The last seed has no entropy.
+    points = differences(rows)
+    assert points["softmax"] == [0.0] * 3
+    expected = 100 * (_accuracy("sparsemax", "trained") - _accuracy("softmax", "trained")).mean(1)
+    np.testing.assert_allclose(np.array(points["sparsemax"], float), expected, atol=1e-3)
 
 
 def test_what_is_missing_is_said_and_the_rest_is_there(filled: Path) -> None:
@@ -90,6 +96,9 @@ def test_what_is_missing_is_said_and_the_rest_is_there(filled: Path) -> None:
     window = data["tasks"]["max"]["tables"]["inference"]["rows"]["window"]
     assert window["mean"][1] is window["p_value"][1] is None
     assert window["p_holm"][0] is not None
+    inference = data["tasks"]["max"]["tables"]["inference"]["rows"]
+    assert [points is None for points in differences(inference)["window"]] == [False, True, False]
+    assert differences({"window": window}) == {}
     assert list(data["tasks"]["max"]["tables"]["inference"]["rows"])[-1] == "window"  # not complete
     _write(filled, "sparsemax", "trained", sets=50)
     again = assemble(filled, SETTINGS, ("max",), NAMES)
@@ -110,6 +119,7 @@ def test_files_hold_what_the_data_says(filled: Path) -> None:
     text = (filled / "leaderboard.md").read_text()
     best = f"**{100 * _accuracy('sparsemax', 'trained')[2].mean():.1f}**\\*"
     assert best in text
+    assert "| sparsemax (1 of 5 diverged) | " in text
     assert "Nothing is measured yet." in text
     assert all(f"- {line}" in text for line in data["missing"])
 

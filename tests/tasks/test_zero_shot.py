@@ -17,12 +17,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sharpmax.core.claims import claimed
 from sharpmax.inputs import InputError
 from sharpmax.paper import zero_shot as exhibit
 from sharpmax.tasks import zero_shot
 from sharpmax.tasks.prompts import Prompt, maximum_question
 from sharpmax.tasks.zero_shot import Settings, Subject, measures, policies, run
-from sharpmax.tasks.zero_shot.claims import claimed
 from sharpmax.tasks.zero_shot.policies import HeadStats
 from sharpmax.tasks.zero_shot.study import Cell
 

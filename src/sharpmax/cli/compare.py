@@ -43,7 +43,7 @@ def compare(
 
     The one is about mechanisms switched on in heads that were trained with softmax, the other about heads trained with
     them. Interrupt it whenever you like and give the same command again. The command may run several times at once on
-    one folder: each takes cells that no other works on.
+    one folder: each takes cells that no other works on. A cell that fails is said to, and tried again the next time.
     """
     require("jax", "experiments", "Comparing mechanisms")
     from .. import leaderboard
@@ -55,7 +55,7 @@ def compare(
             raise ValueError(f"{out} holds no comparison to report on; leave --report out to begin one")
         settings = leaderboard.settle(out, protocol, seeds, steps, sets, sizes)
     check_folder(out)
-    stopped = None
+    stopped, watcher = None, None
     if not report:
         try:
             with _watching() as watcher:
@@ -75,6 +75,9 @@ def compare(
         print(line)
     if stopped:
         print(stopped)
+    if watcher is not None and watcher.failures:
+        print(f"failed, and tried again by the same command: {', '.join(watcher.failures)}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 MOST_LINES = 20
@@ -92,6 +95,7 @@ class _Watcher:
 
     def __init__(self, bar: Any) -> None:
         self.bar, self.number, self.cells = bar, 0, 0
+        self.failures: list[str] = []
         self.all = bar.add_task("all cells", total=1.0, now="")
         self.one = bar.add_task("", total=1.0, now="")
 
@@ -114,6 +118,11 @@ class _Watcher:
         shown = dict(zip(sizes, accuracy, strict=True))
         ends = ", ".join(f"{shown[n]:.1%} at {n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
         self.bar.console.print(f"{cell}: {ends} items", highlight=False)
+
+    def failed(self, cell: Any, error: str) -> None:
+        """It could not be filled."""
+        self.failures.append(str(cell))
+        self.bar.console.print(f"{cell} failed: {error}", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -3,16 +3,15 @@
     DIR/TASK/MECHANISM/checkpoint.json, checkpoint-....safetensors    heads trained with the mechanism
     DIR/TASK/MECHANISM/trained.json                                   what they reach
     DIR/TASK/MECHANISM/inference.json                                 what heads trained with softmax reach with it
+    DIR/TASK/MECHANISM/failed.json                                    why the last attempt failed, if it did
 
 Whoever works on a cell holds a lock on it, which ends with the process: several may fill one folder.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,6 +23,8 @@ from ..tasks.max_retrieval.data import Task
 from ..tasks.max_retrieval.evaluation import Evaluation
 
 SCHEMA = "sharpmax.leaderboard-cell/1"
+FAILURE_SCHEMA = "sharpmax.leaderboard-failure/1"
+FAILED = "failed.json"
 MEASURES = ("accuracy", "entropy", "largest")
 
 Table = Literal["inference", "trained"]
@@ -111,14 +112,33 @@ def _checked(row: Any, seeds: int) -> dict[str, list[float | None]]:
     return row
 
 
-@contextmanager
-def claimed(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold the lock on ``folder``, which is made; yields whether this process got it. It ends with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+LONGEST = 300
+"""Characters of an error that are said; XLA's may fill pages."""
+
+
+def note_failure(folder: Path, error: Exception) -> str:
+    """Write why a cell failed into its folder; and in one line what happened."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    said = said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
+    content = {"schema": FAILURE_SCHEMA, "error": said, "traceback": traceback.format_exception(error)}
+    write_text(folder / FAILED, json.dumps(content, indent=1) + "\n")
+    return said
+
+
+def load_failure(folder: Path) -> str | None:
+    """Why the last attempt at a cell failed, if it did."""
+    try:
+        content = json.loads((folder / FAILED).read_text(encoding="utf-8"))
+        return str(content["error"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (KeyError, TypeError, ValueError):
+        return f"{FAILED} is not what a comparison wrote"
+
+
+def failed_since(folder: Path, moment: float) -> bool:
+    """Whether an attempt at a cell failed after ``moment``, in seconds since the epoch."""
+    try:
+        return (folder / FAILED).stat().st_mtime > moment
+    except (FileNotFoundError, NotADirectoryError):
+        return False

@@ -35,10 +35,14 @@ def style(name: str) -> dict[str, Any]:
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": shape, "linewidth": 1.1}
 
 
+LEAST_RANGE = 5.0
+"""Points of difference that are shown on either side at least."""
+
+
 def draw_accuracy(figure: Figure, data: Mapping[str, Any]) -> None:
-    """Both tables side by side; every line is named where it ends."""
-    axes = figure.subplots(1, 2, sharey=True)
-    for axis, (table, part), letter in zip(axes, data["tables"].items(), "ab", strict=True):
+    """Both tables side by side, every line named where it ends; below, how far each mechanism is from softmax."""
+    above, below = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1.7, 1))
+    for axis, (table, part), letter in zip(above, data["tables"].items(), "ab", strict=True):
         ends = {}
         for name, row in part["rows"].items():
             n, values = _known(data["sizes"], [None if m is None else 100 * m for m in row["mean"]])
@@ -48,8 +52,29 @@ def draw_accuracy(figure: Figure, data: Mapping[str, Any]) -> None:
         axis.axhline(100 * data["chance"], color=GREY, linewidth=0.6, linestyle=(0, (1, 2)))
         axis.set_ylim(0, 103)
         _frame(axis, data["sizes"], f"({letter})  {TITLES[table]}")
+        axis.set_xlabel("")
         _name_ends(axis, ends)
-    axes[0].set_ylabel(f"{data['asks']}: right (%)")
+    highest = LEAST_RANGE
+    for axis, (table, part), letter in zip(below, data["tables"].items(), "cd", strict=True):
+        for name, points in differences(part["rows"]).items():
+            n, values = _known(data["sizes"], points)
+            axis.plot(n, values, **style(name))
+            highest = max([highest, *(1.15 * values)])
+        _frame(axis, data["sizes"], f"({letter})  {TITLES[table]}")
+    below[0].set_ylim(-highest, highest)
+    above[0].set_ylabel(f"{data['asks']}: right (%)")
+    below[0].set_ylabel("points above softmax")
+
+
+def differences(rows: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    """By mechanism and size, by how many points the mean is above that of softmax, where both are there."""
+    if BASELINE not in rows:
+        return {}
+    baseline = rows[BASELINE]["mean"]
+    return {
+        name: [None if None in pair else 100 * (pair[0] - pair[1]) for pair in zip(row["mean"], baseline, strict=True)]
+        for name, row in rows.items()
+    }
 
 
 def _name_ends(axis: Axes, ends: Mapping[str, tuple[str, float, float]]) -> None:

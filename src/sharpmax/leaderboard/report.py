@@ -14,7 +14,7 @@ from ..paper.paired import holm
 from ..provenance import provenance
 from ..tasks.max_retrieval import find_begun, paired_p_values
 from ..tasks.max_retrieval.data import CLASSES, Task
-from .cells import MEASURES, Cell, Result, Table, load_result
+from .cells import MEASURES, Cell, Result, Table, load_failure, load_result
 from .entries import BASELINE, REFITTED, TASKS, mechanisms, switched_on
 from .figures import draw_accuracy, draw_sharpness
 from .run import cell_protocol
@@ -73,6 +73,13 @@ def _rows(
 
 
 def _lacking(out: Path, settings: Settings, cell: Cell, table: Table, result: Result | None) -> str:
+    """In words, what is missing of a row, and why if that is known; empty where nothing is."""
+    lacking = _stage(out, settings, cell, table, result)
+    failed = load_failure(cell.folder(out)) if lacking and table == "trained" else None
+    return lacking if failed is None else f"{lacking}; failed with {failed}"
+
+
+def _stage(out: Path, settings: Settings, cell: Cell, table: Table, result: Result | None) -> str:
     if result is not None:
         sizes = [n for n in settings.sizes if n not in result.measured]
         return f"not yet measured at {', '.join(f'{n:,}' for n in sizes)} items" if sizes else ""
@@ -99,6 +106,7 @@ def _row(name: str, result: Result, settings: Settings) -> dict[str, Any]:
     for threshold in THRESHOLDS:
         below = [n for n, mean in zip(settings.sizes, means, strict=True) if mean is not None and mean < threshold]
         row[f"below_{threshold:.0%}".rstrip("%")] = below[0] if below else None
+    row["diverged"] = sum(None in seeds for seeds in zip(*filter(None, row["entropy"]), strict=True))
     row["training"] = result.more.get("training")
     return row
 
@@ -150,7 +158,7 @@ def write_report(
         if not lines:
             continue
         one = {**data, "task": task, **content}
-        tall = max(3.0, 0.7 + 0.125 * lines)
+        tall = 1.9 + max(3.0, 0.7 + 0.125 * lines)
         for name, draw, height in (
             (f"leaderboard_{task}", draw_accuracy, tall),
             (f"leaderboard_{task}_sharpness", draw_sharpness, 5.0 + 0.04 * lines),

@@ -9,19 +9,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ..core.claims import claimed
 from ..core.policies import policy_from_dict
 from ..inputs import user_input
 from ..paper.max_retrieval import SHIPPED
 from ..provenance import provenance
 from ..tasks.max_retrieval import PRESETS, Checkpoint, find_begun, load_checkpoint, train
 from ..tasks.max_retrieval.attention import Rule, simplest
-from ..tasks.max_retrieval.checkpoint import SIDECAR
+from ..tasks.max_retrieval.checkpoint import SIDECAR, TensorsMissingError
 from ..tasks.max_retrieval.data import QUERIES, Task
 from ..tasks.max_retrieval.evaluation import evaluate_each
 from ..tasks.max_retrieval.fitting import FIT_SIZES, fit
 from ..tasks.max_retrieval.protocol import Protocol as TrainingProtocol
 from ..tasks.max_retrieval.step import State
-from .cells import Cell, Result, Table, claimed, load_result
+from .cells import FAILED, Cell, Result, Table, failed_since, load_result, note_failure
 from .entries import BASELINE, REFITTED, mechanisms, switched_on
 from .settings import Settings, begin
 
@@ -41,6 +42,9 @@ class Watcher(Protocol):
 
     def finished(self, cell: Cell, result: Result) -> None:
         """A cell is full."""
+
+    def failed(self, cell: Cell, error: str) -> None:
+        """A cell could not be filled; the others go on."""
 
 
 TRAINING = 0.8
@@ -72,9 +76,11 @@ def compare(
 ) -> list[Cell]:
     """Fill the cells of ``tasks`` and mechanisms ``names`` in ``out``; go on with what is begun.
 
-    Cells that another process works on are left to it, and returned. :class:`OutOfTimeError` ends it after ``minutes``,
-    between chunks of training or sizes of an evaluation.
+    Cells that another process works on are left to it, and returned. One that fails, for want of memory say, leaves the
+    others alone: its error is kept in its folder, and whoever begins later tries again. :class:`OutOfTimeError` ends it
+    after ``minutes``, between chunks of training or sizes of an evaluation.
     """
+    began = time.time()
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     run = Run(out, settings, tuple(names), watcher, deadline)
     work = [Cell(task, name) for task in tasks for name in names]
@@ -88,10 +94,10 @@ def compare(
         for cell in left:
             watcher.cell(cell, work.index(cell), len(work))
             with claimed(cell.folder(out)) as mine:
-                if mine:
-                    _fill(run, cell)
-                else:
+                if not mine:
                     taken.append(cell)
+                elif not failed_since(cell.folder(out), began):
+                    _attempt(run, cell)
         if not taken:
             break
     return taken
@@ -110,26 +116,68 @@ def cell_protocol(settings: Settings, cell: Cell) -> TrainingProtocol:
     return dataclasses.replace(settings.protocol, task=cell.task, mechanism=mechanisms()[cell.name])
 
 
+def _attempt(run: Run, cell: Cell) -> None:
+    """Fill a cell, or note why that failed."""
+    folder = cell.folder(run.out)
+    try:
+        _fill(run, cell)
+    except OutOfTimeError:
+        raise
+    except Exception as error:
+        run.watcher.failed(cell, note_failure(folder, error))
+    else:
+        (folder / FAILED).unlink(missing_ok=True)
+
+
 def _fill(run: Run, cell: Cell) -> None:
+    full = _full(run, cell)
+    if full is not None:
+        run.watcher.finished(cell, full)
+        return
     heads = _heads(run, cell)
     protocol = heads.protocol
-    result = _begun(run, cell, "trained", protocol.rule, _digest(cell.folder(run.out)))
+    digest = _digest(cell.folder(run.out))
+    assert digest is not None  # They were saved.
+    result = _begun(run, cell, "trained", protocol.rule, digest)
     result.more = {
         "training": {"steps": heads.step, "seconds": heads.seconds, "accuracy": heads.history[-1].get("accuracy")},
         "provenance": {"training": heads.provenance, "evaluation": provenance()},
     }
     rows = {cell.name: Row(protocol.rule, {cell.folder(run.out) / "trained.json": result})}
     if cell.name == BASELINE:
-        _switch_on(run, cell.task, heads, rows)
+        _switch_on(run, cell.task, heads, digest, rows)
     _measure(run, cell.task, heads, rows)
     run.watcher.finished(cell, result)
 
 
+def _full(run: Run, cell: Cell) -> Result | None:
+    """What the heads of a cell reach, if all of that is measured: they are needed no more, and may be gone."""
+    folder, protocol = cell.folder(run.out), cell_protocol(run.settings, cell)
+    trained = load_result(folder / "trained.json")
+    if trained is None:
+        return None
+    digest = _digest(folder) or trained.heads
+    results = [_begun(run, cell, "trained", protocol.rule, digest)]
+    if cell.name == BASELINE:
+        rules = _switchable(run, cell.task, digest)
+        if not rules.keys() >= REFITTED.keys():
+            return None
+        results += [_begun(run, Cell(cell.task, name), "inference", rule, digest) for name, rule in rules.items()]
+    return results[0] if all(n in result.measured for result in results for n in run.settings.sizes) else None
+
+
 def _heads(run: Run, cell: Cell) -> Checkpoint:
-    """The trained heads of a cell; those that come with a checkout are the same as training would make."""
+    """The trained heads of a cell; those that come with a checkout are the same as training would make.
+
+    Where their tensors are gone they are trained again, from the beginning.
+    """
     folder, seeds = cell.folder(run.out), range(run.settings.seeds)
     protocol = cell_protocol(run.settings, cell)
-    begun = find_begun(protocol, seeds, folder)
+    try:
+        begun = find_begun(protocol, seeds, folder)
+    except TensorsMissingError:
+        (folder / SIDECAR).unlink()
+        begun = None
     if begun is None and (shipped := _shipped(protocol, run.settings.seeds)) is not None:
         shipped.save(folder)
 
@@ -157,8 +205,12 @@ def _shipped(protocol: TrainingProtocol, seeds: int) -> Checkpoint | None:
     return dataclasses.replace(heads, seeds=heads.seeds[:seeds], state=state, history=history)
 
 
-def _digest(folder: Path) -> str:
-    return str(json.loads((folder / SIDECAR).read_text(encoding="utf-8"))["sha256"])
+def _digest(folder: Path) -> str | None:
+    """The SHA-256 of the heads' tensors as their checkpoint has it, if there is one."""
+    try:
+        return str(json.loads((folder / SIDECAR).read_text(encoding="utf-8"))["sha256"])
+    except FileNotFoundError:
+        return None
 
 
 def _begun(run: Run, cell: Cell, table: Table, rule: Rule, heads: str) -> Result:
@@ -200,23 +252,28 @@ def _measure(run: Run, task: Task, heads: Checkpoint, rows: Mapping[str, Row]) -
         run.check_time()
 
 
-def _switch_on(run: Run, task: Task, heads: Checkpoint, rows: dict[str, Row]) -> None:
+def _switch_on(run: Run, task: Task, heads: Checkpoint, digest: str, rows: dict[str, Row]) -> None:
     """Add to ``rows`` of heads trained with softmax all mechanisms that need no training, and refitted policies."""
-    known, digest = mechanisms(), _digest(Cell(task, BASELINE).folder(run.out))
-    rules: dict[str, Rule] = {name: known[name] for name in switched_on(run.names)}
-    rules |= _refitted(run, task, heads, digest)
+    rules = _switchable(run, task, digest)
+    if not rules.keys() >= REFITTED.keys():
+        rules |= _refitted(run, heads)
     for name, rule in rules.items():
         cell = Cell(task, name)
-        row = rows.setdefault(name, Row(simplest(rule), {}))
-        result = _begun(run, cell, "inference", row.rule, digest)
-        row.results[cell.folder(run.out) / "inference.json"] = result
+        result = _begun(run, cell, "inference", rule, digest)
+        rows.setdefault(name, Row(rule, {})).results[cell.folder(run.out) / "inference.json"] = result
 
 
-def _refitted(run: Run, task: Task, heads: Checkpoint, digest: str) -> dict[str, Rule]:
-    """The policies of Appendix F for ``heads``: those that were measured already, or fitted now."""
+def _switchable(run: Run, task: Task, digest: str) -> dict[str, Rule]:
+    """What can be switched on in heads trained with softmax; refitted policies if both were measured of these heads."""
+    known = mechanisms()
+    rules: dict[str, Rule] = {name: simplest(known[name]) for name in switched_on(run.names)}
     there = {name: load_result(Cell(task, name).folder(run.out) / "inference.json") for name in REFITTED}
-    if all(result is not None and result.heads == digest for result in there.values()):
-        return {name: policy_from_dict(result.rule) for name, result in there.items() if result is not None}
+    fitted = {name: policy_from_dict(r.rule) for name, r in there.items() if r is not None and r.heads == digest}
+    return rules | (fitted if len(fitted) == len(REFITTED) else {})
+
+
+def _refitted(run: Run, heads: Checkpoint) -> dict[str, Rule]:
+    """The policies that Appendix F fits to ``heads``."""
     sizes = None
     if run.settings.sizes[-1] < FIT_SIZES[-1]:
         sizes = tuple(n for n in FIT_SIZES if n <= max(run.settings.sizes[-1], FIT_SIZES[0]))

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import jax
 
+from ..core.claims import claimed
 from ..core.files import write_text
 from ..core.policies import Constant
 from ..paper.max_retrieval import parse_sizes
@@ -17,7 +18,6 @@ from ..paper.published import TABLE1
 from ..paper.table1 import SETS
 from ..tasks.max_retrieval import PRESETS, Protocol, load_protocol
 from ..tasks.max_retrieval.protocol import check_whole
-from .cells import claimed
 
 SCHEMA = "sharpmax.leaderboard-settings/1"
 FILE = "settings.json"

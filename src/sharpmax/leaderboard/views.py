@@ -46,11 +46,11 @@ def _text(value: float | None) -> str:
 
 def markdown(data: Mapping[str, Any]) -> str:
     """The tables, what each mechanism is, and what is missing."""
-    lines = [f"# Mechanisms compared, protocol `{data['name']}`", "", *_caption(data)]
+    lines, made = [f"# Mechanisms compared, protocol `{data['name']}`", "", *_caption(data)], tables(data)
     for task, content in data["tasks"].items():
         lines += ["", f"## {task}: {content['asks']}"]
-        for table in content["tables"].values():
-            lines += ["", f"### {table['title'].capitalize()}", "", *_table(data, table["rows"])]
+        for name, table in content["tables"].items():
+            lines += ["", f"### {table['title'].capitalize()}", "", made[task, name]]
     lines += ["", "## The mechanisms", "", *_about(data["mechanisms"])]
     if data["missing"]:
         lines += ["", "## Missing", "", *(f"- {text}" for text in data["missing"])]
@@ -65,8 +65,17 @@ def _caption(data: Mapping[str, Any]) -> list[str]:
         f"{largest} items; guessing gives 10 %. Rows are ordered by their mean over all sizes; bold: the best at a "
         f"size; \\{ABOVE} above and {BELOW} below softmax with p < {SIGNIFICANT:g}, paired t-test over the seeds with "
         "Holm's correction over the rows. The last two columns: the first of these sizes at which the mean is below "
-        "90 % and 50 %.",
+        "90 % and 50 %. Heads that diverged count with what they answer, which is as good as guessing.",
     ]
+
+
+def tables(data: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """By task and table, the table as Markdown has it."""
+    return {
+        (task, name): "\n".join(_table(data, table["rows"]))
+        for task, content in data["tasks"].items()
+        for name, table in content["tables"].items()
+    }
 
 
 def _table(data: Mapping[str, Any], rows: Mapping[str, Any]) -> list[str]:
@@ -82,7 +91,8 @@ def _table(data: Mapping[str, Any], rows: Mapping[str, Any]) -> list[str]:
     for row in rows.values():
         texts = [_cell(row, softmax, i, best[i]) for i in sizes]
         below = ["-" if row[key] is None else f"{row[key]:,}" for key in ("below_90", "below_50")]
-        lines.append(_line([row["label"], *texts, *below]))
+        diverged = f" ({row['diverged']} of {data['seeds']} diverged)" if row["diverged"] else ""
+        lines.append(_line([row["label"] + diverged, *texts, *below]))
     return lines
 
 

@@ -240,8 +240,11 @@ def test_items_in_many_blocks_leave_what_they_leave_in_one(monkeypatch: pytest.M
     q, k = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 11, 4)), jnp.float32) for i in range(2))
     mask = jnp.arange(11) < 9
     whole = attention.left_by_items(KNOWN["selective"], q, k, mask, "highest")
-    monkeypatch.setattr(attention, "ROWS", 3)
-    np.testing.assert_allclose(attention.left_by_items(KNOWN["selective"], q, k, mask, "highest"), whole, atol=1e-5)
+    for rows, spans in ((3, 2), (2, 4)):  # of 11: the last block, or the last span, is not full
+        monkeypatch.setattr(attention, "ROWS", rows)
+        monkeypatch.setattr(attention, "SPANS", spans)
+        parts = attention.left_by_items(KNOWN["selective"], q, k, mask, "highest")
+        np.testing.assert_allclose(parts, whole, atol=1e-5)
     positive = np.maximum(np.einsum("sid,sjd->sij", q, k), 0)
     expected = [
         [sum(positive[s, i, j] for i in range(j + 1, 9)) if j < 9 else 0.0 for j in range(11)] for s in range(2)

@@ -23,6 +23,10 @@ Rule: TypeAlias = Policy | Mechanism
 ROWS = 128
 """Items whose logits for all items are worked on at a time, where a mechanism reads those of earlier queries."""
 
+SPANS = 4
+"""Into how many spans the items of a set are taken then: with 4, five eighths of all logits are worked out, with 1 all
+of them, and half are needed."""
+
 
 def policy_of(rule: Rule) -> Policy | None:
     """The policy that gives the weights of ``rule``, where it is softmax with a temperature."""
@@ -104,14 +108,32 @@ def mechanism_weights(
 def left_by_items(mechanism: Any, q: jax.Array, k: jax.Array, mask: jax.Array | None, precision: Any) -> jax.Array:
     """What items, each a query to those up to itself, leave for the query behind them: ``[sets, n]``.
 
-    ``q`` and ``k`` are ``[sets, n, d]``, their product the logits. Only :data:`ROWS` rows of them exist at a time.
+    ``q`` and ``k`` are ``[sets, n, d]``, their product the logits. Only :data:`ROWS` rows of them exist at a time, and
+    of the items that rows do not see only those that lie in the same of :data:`SPANS` spans.
     """
-    sets, n, features = q.shape
+    n = q.shape[1]
     rows = min(ROWS, n)
     blocks = -(-n // rows)
-    column, present = jnp.arange(n), jnp.ones(n, bool) if mask is None else mask
-    padded = jnp.pad(q, ((0, 0), (0, blocks * rows - n), (0, 0))).reshape(sets, blocks, rows, features)
-    there = jnp.pad(present, (0, blocks * rows - n)).reshape(blocks, rows)
+    present = jnp.ones(n, bool) if mask is None else mask
+    span = -(-blocks // SPANS) * rows
+    found = []
+    for first in range(0, n, span):
+        last = min(first + span, n)
+        part = _left_by_rows(mechanism, q[:, first:last], k[:, :last], first, present[:last], rows, precision)
+        found.append(jnp.pad(part, ((0, 0), (0, n - last))))
+    return sum(found[1:], found[0])
+
+
+def _left_by_rows(
+    mechanism: Any, q: jax.Array, k: jax.Array, first: int, present: jax.Array, rows: int, precision: Any
+) -> jax.Array:
+    """What the items ``first, first + 1, ...`` of ``q`` leave of those of ``k``, which end where they do."""
+    sets, several, features = q.shape
+    blocks = -(-several // rows)
+    padding = blocks * rows - several
+    padded = jnp.pad(q, ((0, 0), (0, padding), (0, 0))).reshape(sets, blocks, rows, features)
+    there = jnp.pad(present[first:], (0, padding)).reshape(blocks, rows)
+    column = jnp.arange(k.shape[1])
 
     def add(total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         queries, first, there = block
@@ -120,10 +142,11 @@ def left_by_items(mechanism: Any, q: jax.Array, k: jax.Array, mask: jax.Array | 
         visible = jnp.broadcast_to(visible, s.shape)
         return total + mechanism.leaves(jnp, jnp.where(visible, s, 0.0), visible, first)[:, 0, 0], None
 
-    parts = (jnp.moveaxis(padded, 1, 0), rows * jnp.arange(blocks), there)
+    parts = (jnp.moveaxis(padded, 1, 0), first + rows * jnp.arange(blocks), there)
+    zero = jnp.zeros(k.shape[:2], q.dtype)
     if blocks == 1:
-        return add(jnp.zeros((sets, n), q.dtype), jax.tree.map(lambda part: part[0], parts))[0]
-    return jax.lax.scan(add, jnp.zeros((sets, n), q.dtype), parts)[0]
+        return add(zero, jax.tree.map(lambda part: part[0], parts))[0]
+    return jax.lax.scan(add, zero, parts)[0]
 
 
 def activation_of(rule: Rule) -> Callable[[Any, jax.Array], jax.Array] | None:

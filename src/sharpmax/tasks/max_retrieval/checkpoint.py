@@ -35,6 +35,10 @@ TEMPORARY = re.compile(r"\.checkpoint(-[0-9a-f]{16}\.safetensors|\.json)\.\w{8}"
 """What a write that was killed leaves."""
 
 
+class TensorsMissingError(ValueError):
+    """There is a checkpoint's JSON file, and not the file of tensors that it names."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A head of every seed, trained up to ``step``.
@@ -181,7 +185,7 @@ def _state(
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise ValueError(f"the checkpoint's tensors are missing: expected the file {path}") from None
+        raise TensorsMissingError(f"the checkpoint's tensors are missing: expected the file {path}") from None
     if hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(f"{path} is corrupt: its SHA-256 is not the one in {SIDECAR}; train again or restore the file")
     try:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.claims import claimed
 from ...core.files import write_text
 from ...diagnostics.fingerprint import fingerprint
 from ...progress import Show
 from ...provenance import provenance
 from ..prompts import Prompt, maximum_question, needle_question, sized
 from . import measures, policies
-from .claims import claimed
 from .study import HEADS, Cell, Settings, Study, begin, load_study, merged
 
 CALIBRATION = 1_000_000

@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from ...core.claims import claimed
 from ...core.files import write_text
 from . import measures, policies
-from .claims import claimed
 
 SCHEMA = "sharpmax.zero-shot/1"
 FILE = "study.json"
