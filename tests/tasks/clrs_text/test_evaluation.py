@@ -126,6 +126,22 @@ def test_an_interrupted_evaluation_goes_on(
     assert student.asked == []
 
 
+def test_parts_in_one_folder_make_the_whole(model: Any, encoder: Encoder, tmp_path: Path) -> None:
+    whole = evaluate(model, encoder, SETTINGS, tmp_path / "whole", generate=Student(encoder, SETTINGS, even))
+    parts = [dataclasses.replace(SETTINGS, algorithms=("minimum",), seeds=(seed,)) for seed in (14, 3)]
+    parts.append(dataclasses.replace(SETTINGS, algorithms=("segments_intersect",)))
+    for part in parts:
+        asked = Student(encoder, part, even)
+        evaluate(model, encoder, part, tmp_path / "parts", generate=asked)
+        assert len(asked.asked) == len(part.split)
+    nobody = Student(encoder, SETTINGS, even, stop_after=0)
+    found = evaluate(model, encoder, SETTINGS, tmp_path / "parts", generate=nobody)
+    assert {k: v for k, v in found.items() if k != "throughput"} == {
+        k: v for k, v in whole.items() if k != "throughput"
+    }
+    assert outcomes.load_evaluation(tmp_path / "parts")["settings"] == whole["settings"]
+
+
 def test_samples_made_by_other_processes_are_the_same(
     model: Any, encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

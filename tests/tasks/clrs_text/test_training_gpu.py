@@ -28,6 +28,10 @@ def settings(request, tmp_path) -> TrainingSettings:
     )  # fmt: skip
 
 
+LEAF = r"ignore:The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning"
+"""torch asks whether what it compiles for has a gradient, and hides its own warning when it is shown, not raised."""
+
+
 def weights(out: Path) -> bytes:
     return (out / "model" / "model.safetensors").read_bytes()
 
@@ -49,6 +53,7 @@ def test_a_step_does_not_wait_for_the_device(tmp_path, settings):
     assert next(run.learner.parameters()).dtype == torch.float32
 
 
+@pytest.mark.filterwarnings(LEAF)
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_run_that_is_left_ends_with_the_same_bits(tmp_path, settings, compile):
     settings = replace(settings, compile=compile)
@@ -60,6 +65,7 @@ def test_a_run_that_is_left_ends_with_the_same_bits(tmp_path, settings, compile)
     assert result["peak_memory_bytes"] > 0
 
 
+@pytest.mark.filterwarnings(LEAF)
 def test_compiled_layers_learn_the_same(tmp_path, settings):
     plain, compiled = train(settings, tmp_path / "plain"), train(replace(settings, compile=True), tmp_path / "compiled")
     assert plain is not None
