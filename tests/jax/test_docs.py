@@ -18,8 +18,9 @@ def cpu_table() -> str:
     lines = []
     for result in load("benchmarks/results/attention_jax_cpu.json")["results"]:
         memory = result["temporary_megabytes"]
-        ratios = [f"{result[f'ratio_to_{peer}']['sharpmax']:.2f}x" for peer in ("xla", "figure4")]
-        sizes = [f"{memory[which]:,.0f}" for which in ("sharpmax", "xla", "figure4")]
+        peers = [result.get(f"ratio_to_{peer}") for peer in ("xla", "figure4")]
+        ratios = [f"{peer['sharpmax']:.2f}x" if peer else "-" for peer in peers]
+        sizes = [f"{memory[which]:,.0f}" if which in memory else "-" for which in ("sharpmax", "xla", "figure4")]
         lines.append([name(result), *ratios, " / ".join(sizes)])
     head = ["", "of `jax.nn`, xla", "of Figure 4, literal", "MB: sharpmax / `jax.nn` / Figure 4"]
     return markdown(head, lines)
