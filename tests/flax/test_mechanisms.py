@@ -94,7 +94,11 @@ def test_what_is_refused() -> None:
         attention_fn(sharpmax.PAPER_HELD, mechanism="sparsemax")
     with pytest.raises(ValueError, match="serves policies, not sparsemax; reference can"):
         attention_fn(mechanism="sparsemax", impl="streaming")(x, x, x)
-    with pytest.raises(ValueError, match="2 heads of query and of key for each of value"):
-        attention_fn(mechanism="differential")(x, x, x)
+    with pytest.raises(ValueError, match="2 heads of query and key for each of value, which Flax's"):
+        attention_fn(mechanism="differential")
+    with pytest.raises(ValueError, match="is in the feed-forward layer"):
+        attention_fn(mechanism="step")
+    with pytest.raises(ValueError, match="reads the logits of earlier queries: expected as many queries as keys"):
+        attention_fn(mechanism="selective")(x[:, :1], x, x, mask=jnp.ones((1, 3), bool))  # a step of decoding
     assert attention_fn(mechanism="sparsemax") == attention_fn(mechanism=find("sparsemax"))
     assert attention_fn(mechanism=Temperature(sharpmax.PAPER)) != attention_fn()

@@ -288,6 +288,12 @@ def test_minilm_tells_what_a_sentence_is_about() -> None:
     assert mean[0] @ mean[2] < 0.2
 
 
+def test_a_type_that_torch_has_not_is_refused_at_once() -> None:
+    for name in ("floaty", "nn"):
+        with pytest.raises(ValueError, match=f"expected a type that torch has, as bfloat16 or float32, got '{name}'"):
+            weights.load("a model that is nowhere", dtype=name)
+
+
 def _check_language(model: Any, tokenizer: Any, prompt: str, answer: str, perplexity: float) -> None:
     assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
     words = tokenizer(prompt, return_tensors="pt")

@@ -101,7 +101,7 @@ def test_the_command_says_what_failed_and_ends_with_1(
     assert stopped.value.code == 1
     said = capsys.readouterr()
     assert "max/linear failed: ValueError: xxx" in said.out
-    assert "failed, and tried again by the same command: max/linear\n" in said.err
+    assert "failed: max/linear; the same command tries again\n" in said.err
     assert len(load_failure(tmp_path / "max" / "linear") or "") < 400
     (tmp_path / "max" / "linear" / FAILED).write_text("{")
     assert load_failure(tmp_path / "max" / "linear") == "failed.json is not what a comparison wrote"

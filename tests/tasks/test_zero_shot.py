@@ -302,6 +302,23 @@ def test_cells_of_other_settings_or_weights_are_refused_and_kept(subject: Subjec
         zero_shot.settle(folder)
 
 
+def test_a_file_that_is_no_cell_of_the_study_is_named(subject: Subject, tmp_path: Path) -> None:
+    few = dataclasses.replace(SETTINGS, lengths=(512,), items=(4,), policies=("off",))
+    zero_shot.measure(subject, few, tmp_path)
+    cell = tmp_path / "tiny" / "maximum_4_off.json"
+    other = json.loads(cell.read_text())
+    other["settings"]["prompts"] += 1
+    wrong = r"maximum_4_off\.json is not what a study left there .* remove it to measure it again"
+    files = dict.fromkeys(["", "{", "[]", "{}", '{"settings": 1, "result": {}, "provenance": {}}'], wrong)
+    files[json.dumps(other)] = r"holds results with other prompts \(maximum_4_off\.json\)"
+    for content, words in files.items():
+        cell.write_text(content)
+        for attempt in (lambda: zero_shot.measure(subject, few, tmp_path), lambda: zero_shot.collect(cell.parent)):
+            with pytest.raises(ValueError, match=words):
+                attempt()
+        assert cell.read_text() == content
+
+
 def test_an_interrupted_measurement_goes_on(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = dataclasses.replace(SETTINGS, lengths=(512,), policies=("off",))
     with monkeypatch.context() as patch:

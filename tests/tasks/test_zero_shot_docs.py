@@ -75,6 +75,7 @@ def smollm_phrases() -> list[str]:
         f"perplexity rises by {low:.0f} to {high:.0f} %",
         f"finds {sharp[4]} maxima of 100 among 4 items instead of {lists[4]}",
         f"gives the right answers less probability: {nats('maximum', 'paper_sharp', 4)}",
+        f"less probable ({nats('needle', 'paper_sharp', 4096)} at 4,096)",
         f"at most {added(SMOLLM, 'log_512_sharp')[1]:.1f} % above that without",
         f"{instead('needle', 'log_512_sharp', 'right', 8192)} needles at 8,192",
         f"({nats('needle', 'log_512_sharp', 4096)} at 4,096, {nats('needle', 'log_512_sharp', 8192)} at 8,192; "
@@ -86,9 +87,11 @@ def smollm_phrases() -> list[str]:
 
 
 def gemma_phrases() -> list[str]:
-    paper, (low, high) = ratios(GEMMA, "paper"), added(GEMMA, "paper_sharp")
+    paper, held = ratios(GEMMA, "paper"), ratios(GEMMA, "held")
+    low, high = added(GEMMA, "paper_sharp")
     return [
-        f"multiplies perplexity by {min(paper):.1f} to {max(paper):.1f}",
+        f"multiplies perplexity in all heads by {min(paper):.1f} to {max(paper):.1f} "
+        f"(range-safe {min(held):.1f} to {max(held):.1f})",
         f"it adds {low:.0f} to {high:.0f} %; `log_512` adds up to {added(GEMMA, 'log_512')[1]:.0f} % in all heads, "
         f"and up to {added(GEMMA, 'log_512_sharp')[1]:.0f} % in the sharp ones",
         f"perplexity of {perplexities(GEMMA, 'log_512')[65536]:.2f} where the model as it is has "

@@ -76,7 +76,7 @@ def compare(
     if stopped:
         print(stopped)
     if watcher is not None and watcher.failures:
-        print(f"failed, and tried again by the same command: {', '.join(watcher.failures)}", file=sys.stderr)
+        print(f"failed: {', '.join(watcher.failures)}; the same command tries again", file=sys.stderr)
         raise typer.Exit(1)
 
 

@@ -32,7 +32,8 @@ def attention_fn(
     Args:
       policy, mechanism, impl, scale, softcap: those of :func:`sharpmax.jax.dot_product_attention`. The parameters of an
         nnx module as policy or mechanism belong to the attention module it is given to; a linen module belongs to the
-        module in whose ``__call__`` it was made.
+        module in whose ``__call__`` it was made. A mechanism with parameters that is given by name keeps those it
+        starts from.
       is_causal: attend causally without a mask, which would take queries times keys of memory. Positions are counted
         from the first, so a step of decoding, whose cache brings a mask of its own, is refused.
 
@@ -45,6 +46,7 @@ def attention_fn(
     if mechanism is not None:
         mechanisms.check_alone(policy)
         mechanism = mechanism if hasattr(mechanism, "structure") else find(mechanism)
+        _check_mechanism(getattr(mechanism, "structure", mechanism))
     learned = isinstance(policy, nnx.Module) or isinstance(mechanism, nnx.Module)
     kind = AttentionModule if learned else AttentionFunction
     return kind(policy, mechanism, Settings(impl, scale, softcap, is_causal))
@@ -157,6 +159,17 @@ class AttentionModule(_Attends, nnx.Module):
 
     def __init__(self, policy: Any, mechanism: Any, settings: Settings) -> None:
         self.policy, self.mechanism, self.settings = policy, mechanism, settings
+
+
+def _check_mechanism(mechanism: Any) -> None:
+    """Refuse what Flax's attention modules have no place for."""
+    if getattr(mechanism, "maps", 1) > 1:
+        raise ValueError(
+            f"{mechanism.about.title} takes {mechanism.maps} heads of query and key for each of value, which Flax's "
+            "attention modules have not; call sharpmax.jax.dot_product_attention"
+        )
+    if getattr(mechanism, "activation", None) is not None:
+        raise ValueError(f"{mechanism.about.title} is in the feed-forward layer; attention_fn does not reach that")
 
 
 def _refuse(**given: Any) -> None:

@@ -158,12 +158,15 @@ def load(
     warning says that they are idle.
     """
     require("transformers", "huggingface", "Loading a model")
+    import torch
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoTokenizer
 
     from .interface import register
     from .switch import warn_if_idle
 
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"expected a type that torch has, as bfloat16 or float32, got {dtype!r}")
     register()
     where = str(directory(str(name_or_path)) if str(name_or_path) in MODELS else name_or_path)
     if attn_implementation is not None:

@@ -158,10 +158,10 @@ def _checked(maps: int, query: Any, key: Any, value: Any, bias: Any, mask: Any, 
 
 
 def _check_alignment(mechanism: Mechanism, inputs: Inputs) -> None:
-    """Refuse bands, which count from the first, for what reads earlier queries and counts from the last."""
-    if mechanism.reads == "rows" and inputs.geometry.banded and inputs.q.shape[1] != inputs.k.shape[1]:
+    """Refuse a cache, or cross-attention, for what reads the logits of earlier queries."""
+    if mechanism.reads == "rows" and inputs.q.shape[1] != inputs.k.shape[1]:
         raise ValueError(
-            f"{mechanism.about.title} has its last query beside the last key: expected as many queries as keys, got "
+            f"{mechanism.about.title} reads the logits of earlier queries: expected as many queries as keys, got "
             f"{inputs.q.shape[1]} and {inputs.k.shape[1]}"
         )
 

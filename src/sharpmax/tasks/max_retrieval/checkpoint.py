@@ -187,7 +187,9 @@ def _state(
     except FileNotFoundError:
         raise TensorsMissingError(f"the checkpoint's tensors are missing: expected the file {path}") from None
     if hashlib.sha256(content).hexdigest() != digest:
-        raise ValueError(f"{path} is corrupt: its SHA-256 is not the one in {SIDECAR}; train again or restore the file")
+        raise ValueError(
+            f"{path} is corrupt: its SHA-256 is not the one in {SIDECAR}; restore it, or remove it to train again"
+        )
     try:
         tensors = safetensors.numpy.load(content)
     except safetensors.SafetensorError as error:

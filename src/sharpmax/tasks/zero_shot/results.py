@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import measures, policies
-from .study import HEADS, Cell, load_study
+from .study import HEADS, Cell, load_study, read_cell
 
 
 def collect(folder: Path) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def collect(folder: Path) -> dict[str, Any]:
     if study is None or not HEADS.file(folder).exists():
         raise ValueError(f"{folder} holds no study to report on; leave --report out to begin one")
     plan = study.settings.cells()
-    found = {cell: content for cell in (HEADS, *plan) if (content := _read(cell.file(folder))) is not None}
+    found = {cell: content for cell in (HEADS, *plan) if (content := read_cell(cell, folder, study)) is not None}
     ends = measures.stretch_ends(study.text_tokens, study.settings.longest, study.settings.segments)
     return {
         "model": study.model,
@@ -38,10 +38,6 @@ def collect(folder: Path) -> dict[str, Any]:
         "missing": missing(plan, found),
         "measured_by": _makers(content["provenance"] for content in found.values()),
     }
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def missing(plan: Iterable[Cell], there: Container[Cell]) -> list[str]:

@@ -18,7 +18,7 @@ from ...progress import Show
 from ...provenance import provenance
 from ..prompts import Prompt, maximum_question, needle_question, sized
 from . import measures, policies
-from .study import HEADS, Cell, Settings, Study, begin, load_study, merged
+from .study import HEADS, Cell, Settings, Study, begin, load_study, merged, read_cell
 
 CALIBRATION = 1_000_000
 """Calibration prompts are numbered from here on; no prompt that is scored is one of them."""
@@ -71,7 +71,9 @@ def prepare(subject: Subject, settings: Settings, out: Path) -> Settings:
     folder = out / subject.name
     there, asked = load_study(folder), subject.study(settings)
     measures.stretch_ends(asked.text_tokens, settings.longest, settings.segments)
-    _check_cells(subject, settings if there is None else merged(there.settings, settings, folder), folder)
+    whole = settings if there is None else merged(there.settings, settings, folder)
+    for cell in (HEADS, *whole.cells()):
+        read_cell(cell, folder, subject.study(whole))
     return begin(folder, asked).settings
 
 
@@ -90,6 +92,7 @@ def measure(subject: Subject, settings: Settings, out: Path, show: Show = lambda
             show(plan.index(cell), len(plan), f"{cell.task} {cell.size:,} {cell.policy}")
             if not _fill(cell, folder, work, heads):
                 taken.append(cell)
+    taken = [cell for cell in taken if not cell.file(folder).exists()]
     show(len(plan) - len(taken), len(plan), "done")
     return taken
 
@@ -98,9 +101,10 @@ def _heads(subject: Subject, settings: Settings, folder: Path) -> policies.Heads
     """The sharp heads, chosen by the first process that comes, for which others wait."""
     with claimed(HEADS.claim(folder), wait=True):
         if not HEADS.file(folder).exists():
-            _write(HEADS, folder, _settings(subject, settings, HEADS), choose_heads(subject, settings))
-    sharp = json.loads(HEADS.file(folder).read_text(encoding="utf-8"))["result"]["sharp"]
-    return {int(layer): which for layer, which in sharp.items()}
+            _write(HEADS, folder, subject.study(settings), choose_heads(subject, settings))
+    found = read_cell(HEADS, folder, subject.study(settings))
+    assert found is not None
+    return {int(layer): which for layer, which in found["result"]["sharp"].items()}
 
 
 def _fill(cell: Cell, folder: Path, work: _Work, heads: policies.Heads) -> bool:
@@ -112,12 +116,12 @@ def _fill(cell: Cell, folder: Path, work: _Work, heads: policies.Heads) -> bool:
             subject = work.subject
             with policies.switched(cell.policy, subject.model, subject.context, heads):
                 found = work.measure(cell.task, cell.size)
-            _write(cell, folder, _settings(subject, work.settings, cell), found)
+            _write(cell, folder, subject.study(work.settings), found)
         return mine
 
 
-def _write(cell: Cell, folder: Path, settings: dict[str, Any], result: dict[str, Any]) -> None:
-    content = {"settings": settings, "result": result, "provenance": provenance()}
+def _write(cell: Cell, folder: Path, study: Study, result: dict[str, Any]) -> None:
+    content = {"settings": study.decides(cell), "result": result, "provenance": provenance()}
     write_text(cell.file(folder), json.dumps(content, indent=1) + "\n")
 
 
@@ -169,33 +173,6 @@ def choose_heads(subject: Subject, settings: Settings) -> dict[str, Any]:
         "entropy": [[round(x, 4) for x in row] for row in stats.entropy.tolist()],
         "sink": [[round(x, 4) for x in row] for row in stats.sink.tolist()],
     }
-
-
-def _settings(subject: Subject, settings: Settings, cell: Cell) -> dict[str, Any]:
-    """What decides a cell: a file that says otherwise is refused."""
-    shared = {
-        "model": subject.name,
-        "weights": subject.fingerprint,
-        "dtype": str(subject.model.dtype),
-        "seed": settings.seed,
-        "shots": settings.shots,
-    }
-    if cell.task == "perplexity":
-        shared |= {"segments": settings.segments, "longest": settings.longest, "targets": settings.targets}
-        shared |= {"text": measures.text_hash()}
-    elif cell != HEADS:
-        shared |= {"prompts": settings.prompts}
-    return shared | cell._asdict()
-
-
-def _check_cells(subject: Subject, settings: Settings, folder: Path) -> None:
-    for cell in (HEADS, *settings.cells()):
-        if (path := cell.file(folder)).exists():
-            known, asked = json.loads(path.read_text(encoding="utf-8"))["settings"], _settings(subject, settings, cell)
-            if other := sorted(name for name in {**known, **asked} if known.get(name) != asked.get(name)):
-                raise ValueError(
-                    f"{folder} holds results with other {', '.join(other)}: choose another folder, or remove them"
-                )
 
 
 def find_subject(name_or_path: str, dtype: str | None = None, device: str | None = None) -> Subject:

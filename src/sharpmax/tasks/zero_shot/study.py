@@ -71,9 +71,9 @@ class Settings:
         if unknown or not self.policies:
             raise ValueError(f"expected policies of {', '.join(policies.CHOICES)}, got {', '.join(unknown) or 'none'}")
         if not self.lengths or min(self.lengths) < 128:
-            raise ValueError(f"expected lengths of at least 128 tokens, got {self.lengths}")
+            raise ValueError(f"expected lengths of at least 128 tokens, got {min(self.lengths, default=0)}")
         if not self.items or min(self.items) < 1:
-            raise ValueError(f"expected numbers of items of at least 1, got {self.items}")
+            raise ValueError(f"expected numbers of items of at least 1, got {min(self.items, default=0)}")
 
     @property
     def targets(self) -> int:
@@ -116,6 +116,18 @@ class Study:
     text_tokens: int
     settings: Settings
 
+    def decides(self, cell: Cell) -> dict[str, Any]:
+        """What decides the numbers of a cell: a file that says otherwise is refused."""
+        settings = self.settings
+        shared: dict[str, Any] = {"model": self.model, "weights": self.weights, "dtype": f"torch.{self.dtype}"}
+        shared |= {"seed": settings.seed, "shots": settings.shots}
+        if cell.task == "perplexity":
+            shared |= {"segments": settings.segments, "longest": settings.longest, "targets": settings.targets}
+            shared |= {"text": self.text}
+        elif cell != HEADS:
+            shared |= {"prompts": settings.prompts}
+        return shared | cell._asdict()
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {"schema": SCHEMA, **dataclasses.asdict(self)}
@@ -144,6 +156,27 @@ def load_study(folder: Path) -> Study | None:
         return Study.from_dict(json.loads(text))
     except ValueError as error:
         raise ValueError(f"{folder / FILE} is not what a study left there: {error}") from None
+
+
+def read_cell(cell: Cell, folder: Path, study: Study) -> dict[str, Any] | None:
+    """What the file of a cell holds, if there is one; it must be of this study."""
+    path = cell.file(folder)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        known, _, _ = (content[name] for name in ("settings", "result", "provenance"))
+        asked = study.decides(cell)
+        other = sorted(name for name in {**known, **asked} if known.get(name) != asked.get(name))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not what a study left there ({type(error).__name__}: {error}): remove it to measure it again"
+        ) from None
+    if other:
+        raise ValueError(
+            f"{folder} holds results with other {', '.join(other)} ({path.name}): choose another folder, or remove them"
+        )
+    return content
 
 
 def settle(folder: Path, quick: bool = False, **given: Any) -> Settings:
