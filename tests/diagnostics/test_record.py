@@ -165,7 +165,7 @@ def test_checkpoints_are_counted_once(reentrant: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo")
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("before", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_compiled_model_is_not_seen_and_that_is_said(before: bool) -> None:
     model, inputs = build("llama"), batch("")["input_ids"]
     torch.compiler.reset()

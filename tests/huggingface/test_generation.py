@@ -115,7 +115,7 @@ def test_padded_steps_are_served_by_the_kernels_for_decoding(cache, monkeypatch)
     assert all(m is not None and not m[1, :7].any() and m[1, 7:13].all() and m[0, :13].all() for m in masks)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.thorough), "gemma3"])
 def test_generate_compiles_steps_with_a_static_cache(family):
     model = families.causal(family)
     ids, mask = families.padded([LENGTH, 5], LENGTH, "left")

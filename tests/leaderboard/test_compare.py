@@ -121,7 +121,7 @@ def test_the_command_makes_both_tables_and_goes_on(
         assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OutOfTimeError])
+@pytest.mark.parametrize("error", [pytest.param(KeyboardInterrupt, marks=pytest.mark.thorough), OutOfTimeError])
 def test_a_comparison_that_was_stopped_ends_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:

@@ -48,7 +48,9 @@ def test_with_the_policy_inside_matches_the_oracle(
 
 
 @pytest.mark.parametrize("impl", INSIDE)
-@pytest.mark.parametrize("policy", ["paper", "held", "log", "detached", "spread"])
+@pytest.mark.parametrize(
+    "policy", ["paper", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("held", "log", "detached", "spread"))]
+)
 def test_with_the_policy_inside_matches_the_composed_way(impl: str, policy: str, triton_everywhere: list[str]) -> None:
     given = [x.detach().to(DEVICE).requires_grad_() for x in inputs(torch.float32, value_columns=8)]
     call: Any = {"impl": impl, "enable_gqa": True, "is_causal": True, "policy": POLICIES[policy]}
@@ -65,7 +67,9 @@ def test_with_the_policy_inside_matches_the_composed_way(impl: str, policy: str,
 
 
 @pytest.mark.parametrize("impl", ["reference", "streaming", "triton"])
-@pytest.mark.parametrize("mask", ["full", "causal_window", "lengths", "boolean"])
+@pytest.mark.parametrize(
+    "mask", ["causal_window", "boolean", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "lengths"))]
+)
 @pytest.mark.parametrize("policy", [sharpmax.Constant(1.7), sharpmax.LogLength.relative(4)], ids=["number", "length"])
 def test_policies_that_read_no_statistics_pay_for_none(
     impl: str, mask: str, policy: Any, triton_everywhere: list[str], monkeypatch: pytest.MonkeyPatch
