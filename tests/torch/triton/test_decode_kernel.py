@@ -19,7 +19,7 @@ from sharpmax.torch.decode import (
     decode_attention,
     paged_decode_attention,
 )
-from tests.torch.test_decode import (
+from tests.torch.decode_cases import (
     MASKED_POLICIES,
     POLICIES,
     SpreadOverTen,
