@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import sharpmax
 from sharpmax.cli.models import list_models
@@ -303,3 +303,31 @@ def _check_language(model: Any, tokenizer: Any, prompt: str, answer: str, perple
         loss = model(ids, labels=ids).loss
     assert tokenizer.decode(said[0, words.input_ids.shape[1] :]).startswith(answer)
     assert 5 < loss.exp().item() < perplexity
+
+
+def test_a_tokenizer_that_was_read_wrongly_is_refused_before_anything_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Wrong:
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            return {"input_ids": [ord(letter) for letter in text]}
+
+    import transformers
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **options: Wrong())
+    with pytest.raises(ValueError, match=r"expected transformers to read the tokenizer of gemma-3-270m as .* 5\.18"):
+        weights._save(weights.MODELS[GEMMA], tmp_path / "model.gguf", tmp_path / "made")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        pytest.param(SMOLLM2, ["def", "Ġlargest", "(", "numbers", "):"], marks=needs(SMOLLM2)),
+        pytest.param(GEMMA, ["def", "▁largest", "(", "numbers", "):"], marks=converted(GEMMA)),
+    ],
+)
+def test_words_that_a_vocabulary_has_stay_whole(name: str, pieces: list[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(weights.directory(name))
+    tokens = tokenizer(weights.PROBE, add_special_tokens=False).input_ids
+    assert tokenizer.convert_ids_to_tokens(tokens)[:5] == pieces

