@@ -87,16 +87,12 @@ def smollm_phrases() -> list[str]:
 
 
 def gemma_phrases() -> list[str]:
-    paper, held = ratios(GEMMA, "paper"), ratios(GEMMA, "held")
-    low, high = added(GEMMA, "paper_sharp")
+    needles = {policy: numbers(GEMMA, "needle", policy, "right") for policy in results(GEMMA)["policies"]}
     return [
-        f"multiplies perplexity in all heads by {min(paper):.1f} to {max(paper):.1f} "
-        f"(range-safe {min(held):.1f} to {max(held):.1f})",
-        f"it adds {low:.0f} to {high:.0f} %; `log_512` adds up to {added(GEMMA, 'log_512')[1]:.0f} % in all heads, "
-        f"and up to {added(GEMMA, 'log_512_sharp')[1]:.0f} % in the sharp ones",
-        f"perplexity of {perplexities(GEMMA, 'log_512')[65536]:.2f} where the model as it is has "
-        f"{perplexities(GEMMA, 'off')[65536]:.0f}",
-        f"({numbers(GEMMA, 'needle', 'paper_sharp', 'right')[512]} of 50 at 512 tokens",
+        f"{needles['paper'][4096]} of 50 at 4,096 tokens, where the model as it is finds all {needles['off'][4096]}, and "
+        f"range-safe {needles['held'][4096]}.",
+        f"finds {needles['log_context'][32768]} at 32,768 tokens",
+        f"`log_512` in all heads finds {needles['log_512'][32768]} there",
     ]
 
 
