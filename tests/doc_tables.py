@@ -173,6 +173,21 @@ def packed_speed() -> str:
     return markdown(["heads", *head], lines)
 
 
+def recorded_speed() -> str:
+    """Milliseconds over heads of a real model, and their multiples of cuDNN's."""
+    head = [f"{name}, {what}" for what in DIRECTIONS for name in ("cuDNN", "`stock`", "policy detached", "Figure 4")]
+    lines = []
+    for case in load("benchmarks/results/attention_recorded_cuda.json")["recorded"]:
+        cells = [f"layer {case['layer']}, beta > 1.3 in {100 * case['share_beta_above_1_3']:.0f} %"]
+        for what in DIRECTIONS:
+            cells.append(f"{case['times'][f'cudnn {what}']['ms']:.2f} ms")
+            for name in (f"stock {what}", f"stock {what}, detached", f"figure 4 {what}"):
+                if (time := case["times"].get(name)) is not None:
+                    cells.append(f"{time['ms']:.2f} ms ({time['ratio_to_cudnn']:.2f}x)")
+        lines.append(cells)
+    return markdown(["", *(name for name in head if name != "policy detached, forward")], lines)
+
+
 def attention_ranges(least: int) -> dict[str, str]:
     """The smallest and the largest multiple of cuDNN's time, from ``least`` tokens on, in the words of the pages."""
     found = load("benchmarks/results/attention_cuda.json")
@@ -284,6 +299,7 @@ TABLES = {
         attention_errors(),
         decode_speed(),
         packed_speed(),
+        recorded_speed(),
         attention_on_a_cpu(),
     ],
 }

@@ -89,8 +89,8 @@ def smollm_phrases() -> list[str]:
 def gemma_phrases() -> list[str]:
     needles = {policy: numbers(GEMMA, "needle", policy, "right") for policy in results(GEMMA)["policies"]}
     return [
-        f"{needles['paper'][4096]} of 50 at 4,096 tokens, where the model as it is finds all {needles['off'][4096]}, and "
-        f"range-safe {needles['held'][4096]}.",
+        f"{needles['paper'][4096]} of 50 at 4,096 tokens, where the model as it is finds all {needles['off'][4096]}, "
+        f"and range-safe {needles['held'][4096]}.",
         f"finds {needles['log_context'][32768]} at 32,768 tokens",
         f"`log_512` in all heads finds {needles['log_512'][32768]} there",
     ]
