@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         "versions": _versions(),
         "git": _git(),
     }
+
+
+def makers(provenances: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What made the cells of a result, each once: with the first and the last time, and of how many cells."""
+    found: dict[str, dict[str, Any]] = {}
+    for made in provenances:
+        shared = {name: value for name, value in made.items() if name != "time"}
+        maker = found.setdefault(json.dumps(shared, sort_keys=True), {"cells": 0, "times": [], **shared})
+        maker["cells"] += 1
+        maker["times"] = sorted({*maker["times"], made["time"]})
+    for maker in found.values():
+        maker["times"] = [maker["times"][0], maker["times"][-1]]
+    return sorted(found.values(), key=lambda maker: maker["times"])
 
 
 def _command(words: Sequence[str]) -> list[str]:

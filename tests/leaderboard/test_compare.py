@@ -73,6 +73,9 @@ def test_the_command_makes_both_tables_and_goes_on(
     assert "missing" not in said
     assert str(out / "leaderboard_second.png") in said
     data = json.loads((out / "leaderboard.json").read_text())
+    for makers in (data["trained_by"], data["measured_by"]):  # four rows switched on, two trained
+        assert sum(maker["cells"] for maker in makers) == 6
+        assert all(maker["versions"]["jax"] == jax.__version__ for maker in makers)
     tables = data["tasks"]["second"]["tables"]
     assert sorted(tables["inference"]["rows"]) == ["refitted", "refitted_held", "softmax", "sparsemax"]
     assert sorted(tables["trained"]["rows"]) == ["softmax", "sparsemax"]

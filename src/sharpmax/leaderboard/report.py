@@ -11,7 +11,7 @@ import numpy as np
 from ..core.files import write_bytes, write_text
 from ..paper.figures import PAGE, numbers, render, to_json
 from ..paper.paired import holm
-from ..provenance import provenance
+from ..provenance import makers, provenance
 from ..tasks.max_retrieval import find_begun, paired_p_values
 from ..tasks.max_retrieval.data import CLASSES, Task
 from .cells import MEASURES, Cell, Result, Table, load_failure, load_result
@@ -33,14 +33,16 @@ TABLES: dict[Table, str] = {
 def assemble(out: Path, settings: Settings, tasks: Sequence[Task], names: Sequence[str]) -> dict[str, Any]:
     """All that is known of ``tasks`` and mechanisms ``names``, as ``leaderboard.json`` has it."""
     known, missing = mechanisms(), []
-    by_task = {}
+    by_task: dict[str, Any] = {}
+    made: list[dict[str, Any]] = []
     for task in tasks:
         tables = {}
         for table, title in TABLES.items():
             wanted = [*switched_on(names), *REFITTED] if table == "inference" else list(names)
-            rows, lacking = _rows(out, settings, task, table, wanted)
+            found, lacking = _found(out, settings, task, table, wanted)
             missing += lacking
-            tables[table] = {"title": title, "rows": rows}
+            made += [result.more["provenance"] for result in found.values() if "provenance" in result.more]
+            tables[table] = {"title": title, "rows": _rows(found, settings)}
         by_task[task] = {"asks": TASKS[task], "chance": 1 / CLASSES, "tables": tables}
     return {
         "name": settings.name,
@@ -51,13 +53,15 @@ def assemble(out: Path, settings: Settings, tasks: Sequence[Task], names: Sequen
         "tasks": by_task,
         "mechanisms": {name: {**known[name].about._asdict(), "definition": known[name].to_dict()} for name in names},
         "missing": missing,
+        "trained_by": makers(part["training"] for part in made if part["training"]),
+        "measured_by": makers(part["evaluation"] for part in made),
     }
 
 
-def _rows(
+def _found(
     out: Path, settings: Settings, task: Task, table: Table, names: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """The rows of a table, best first, and in words what is missing of it."""
+) -> tuple[dict[str, Result], list[str]]:
+    """What there is of a table, and in words what is missing of it."""
     found: dict[str, Result] = {}
     missing = []
     for name in names:
@@ -67,9 +71,14 @@ def _rows(
             found[name] = result
         if lacking := _lacking(out, settings, cell, table, found.get(name)):
             missing.append(f"{cell}, {table}: {lacking}")
+    return found, missing
+
+
+def _rows(found: dict[str, Result], settings: Settings) -> dict[str, Any]:
+    """The rows of a table, best first."""
     rows = {name: _row(name, result, settings) for name, result in found.items()}
     _test(rows, settings)
-    return dict(sorted(rows.items(), key=lambda item: _order(item[1]))), missing
+    return dict(sorted(rows.items(), key=lambda item: _order(item[1])))
 
 
 def _lacking(out: Path, settings: Settings, cell: Cell, table: Table, result: Result | None) -> str:

@@ -140,12 +140,15 @@ def _fill(run: Run, cell: Cell) -> None:
     assert digest is not None  # They were saved.
     result = _begun(run, cell, "trained", protocol.rule, digest)
     result.more = {
-        "training": {"steps": heads.step, "seconds": heads.seconds, "accuracy": heads.history[-1].get("accuracy")},
-        "provenance": {"training": heads.provenance, "evaluation": provenance()},
+        "training": {"steps": heads.step, "seconds": heads.seconds, "accuracy": heads.history[-1].get("accuracy")}
     }
     rows = {cell.name: Row(protocol.rule, {cell.folder(run.out) / "trained.json": result})}
     if cell.name == BASELINE:
         _switch_on(run, cell.task, heads, digest, rows)
+    made = {"training": heads.provenance, "evaluation": provenance()}
+    for row in rows.values():
+        for measured in row.results.values():
+            measured.more["provenance"] = made
     _measure(run, cell.task, heads, rows)
     run.watcher.finished(cell, result)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ...provenance import makers
 from . import measures, policies
 from .study import HEADS, Cell, load_study, read_cell
 
@@ -36,7 +36,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "heads": found[HEADS]["result"],
         "cells": [{**cell._asdict(), **found[cell]["result"]} for cell in plan if cell in found],
         "missing": missing(plan, found),
-        "measured_by": _makers(content["provenance"] for content in found.values()),
+        "measured_by": makers(content["provenance"] for content in found.values()),
     }
 
 
@@ -53,16 +53,3 @@ def missing(plan: Iterable[Cell], there: Container[Cell]) -> list[str]:
         if sizes:
             lines.append(f"{task} at {', '.join(sizes)}")
     return lines
-
-
-def _makers(provenances: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Device, versions, commit and command of the cells, each of them once, with when and of how many cells."""
-    makers: dict[str, dict[str, Any]] = {}
-    for made in provenances:
-        shared = {name: value for name, value in made.items() if name != "time"}
-        maker = makers.setdefault(json.dumps(shared, sort_keys=True), {"cells": 0, "times": [], **shared})
-        maker["cells"] += 1
-        maker["times"] = sorted({*maker["times"], made["time"]})
-    for maker in makers.values():
-        maker["times"] = [maker["times"][0], maker["times"][-1]]
-    return sorted(makers.values(), key=lambda maker: maker["times"])
