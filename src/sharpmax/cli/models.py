@@ -85,6 +85,7 @@ def zero_shot(
     model: Annotated[str, typer.Option(help="As for `sharpmax diagnose`.")] = "smollm2-135m-instruct",
     lengths: Annotated[str | None, typer.Option(help="Tokens of texts and needle prompts, as in 512,2048.")] = None,
     items: Annotated[str | None, typer.Option(help="Items of the maximum prompts, as in 4,16,64.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Some of perplexity, needle, maximum; by default all.")] = None,
     policies: Annotated[
         str | None,
         typer.Option(help="Some of off, paper, held, log_512, log_context; _sharp behind one for sharp heads only."),
@@ -108,8 +109,8 @@ def zero_shot(
 
     check_folder(out)
     made = zero_shot.run(
-        out, model=model, lengths=lengths, items=items, policies=policies, prompts=prompts, dtype=dtype, quick=quick,
-        report=report,
+        out, model=model, lengths=lengths, items=items, tasks=tasks, policies=policies, prompts=prompts, dtype=dtype,
+        quick=quick, report=report,
     )  # fmt: skip
     if made.left:
         print(f"left to other processes: {', '.join(made.left)}")

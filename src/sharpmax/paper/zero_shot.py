@@ -58,8 +58,10 @@ def data(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def draw(figure: Figure, data: Mapping[str, Any]) -> None:
     """A panel for each task: size against result, a line for each policy."""
-    axes = figure.subplots(1, len(PANELS))
-    for axis, letter, (task, (title, label, unit)) in zip(axes, "abc", PANELS.items(), strict=True):
+    tasks = [task for task in PANELS if task in data["settings"]["tasks"]]
+    axes = figure.subplots(1, len(tasks), squeeze=False)[0]
+    for axis, letter, task in zip(axes, "abc", tasks, strict=False):
+        title, label, unit = PANELS[task]
         _panel(axis, data, task)
         axis.set_title(f"({letter})  {title}", loc="left")
         axis.set_ylabel(label)
@@ -152,6 +154,7 @@ def run(
     model: str = MODEL,
     lengths: str | None = None,
     items: str | None = None,
+    tasks: str | None = None,
     policies: str | None = None,
     prompts: int | None = None,
     dtype: str | None = None,
@@ -176,6 +179,7 @@ def run(
             quick,
             lengths=None if lengths is None else tuple(parse_numbers(lengths, "lengths")),
             items=None if items is None else tuple(parse_numbers(items, "items")),
+            tasks=None if tasks is None else tuple(tasks.split(",")),
             policies=None if policies is None else tuple(policies.split(",")),
             prompts=prompts,
         )

@@ -49,6 +49,13 @@ def test_a_part_of_a_study_is_measured_as_the_whole_is_and_sizes_can_be_added(su
     cell.unlink()
     zero_shot.measure(subject, zero_shot.settle(folder, lengths=(512,)), tmp_path)
     assert json.loads(cell.read_text())["result"] == first  # the same tokens, as 1,024 is still the study's longest
+    cell.unlink()
+    (folder / "needle_512_off.json").unlink()
+    zero_shot.measure(subject, zero_shot.settle(folder, tasks=("perplexity",)), tmp_path)
+    assert cell.exists()
+    assert not (folder / "needle_512_off.json").exists()
+    assert zero_shot.collect(folder)["missing"] == ["needle at 512"]
+    zero_shot.measure(subject, zero_shot.settle(folder), tmp_path)
     more = zero_shot.settle(folder, lengths=(768,), items=(3,), policies=("held",))
     assert (more.prompts, more.segments) == (2, 2)
     zero_shot.measure(subject, more, tmp_path)
@@ -172,5 +179,7 @@ def test_calibration_prompts_are_not_scored(tokenizer: Any) -> None:
 def test_settings_that_cannot_be_measured_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected policies of off, paper, .*, got best"):
         Settings(policies=("off", "best"))
+    with pytest.raises(ValueError, match=r"expected tasks of perplexity, needle, maximum, got poetry"):
+        Settings(tasks=("poetry",))
     with pytest.raises(ValueError, match="expected lengths of at least 128 tokens"):
         Settings(lengths=(64,))

@@ -58,6 +58,7 @@ class Settings:
     items: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256)
     """Items of maximum prompts."""
 
+    tasks: tuple[str, ...] = tuple(TASKS)
     policies: tuple[str, ...] = tuple(policies.CHOICES)
     segments: int = 16
     prompts: int = 100
@@ -70,6 +71,9 @@ class Settings:
         unknown = [name for name in self.policies if name not in policies.CHOICES]
         if unknown or not self.policies:
             raise ValueError(f"expected policies of {', '.join(policies.CHOICES)}, got {', '.join(unknown) or 'none'}")
+        unknown = [name for name in self.tasks if name not in TASKS]
+        if unknown or not self.tasks:
+            raise ValueError(f"expected tasks of {', '.join(TASKS)}, got {', '.join(unknown) or 'none'}")
         if not self.lengths or min(self.lengths) < 128:
             raise ValueError(f"expected lengths of at least 128 tokens, got {min(self.lengths, default=0)}")
         if not self.items or min(self.items) < 1:
@@ -87,8 +91,8 @@ class Settings:
 
     def cells(self) -> list[Cell]:
         """All cells, in the order in which they are measured."""
-        sizes = {task: self.items if task == "maximum" else self.lengths for task in TASKS}
-        return [Cell(task, size, policy) for task in TASKS for size in sizes[task] for policy in self.policies]
+        sizes = {task: self.items if task == "maximum" else self.lengths for task in TASKS if task in self.tasks}
+        return [Cell(task, size, policy) for task in sizes for size in sizes[task] for policy in self.policies]
 
 
 QUICK = Settings(
@@ -182,8 +186,8 @@ def read_cell(cell: Cell, folder: Path, study: Study) -> dict[str, Any] | None:
 def settle(folder: Path, quick: bool = False, **given: Any) -> Settings:
     """What to measure: what is given, and for the rest what the study in ``folder`` has, else the defaults.
 
-    A part of the study may be asked for, and sizes and policies that it does not have yet. Lengths beyond its longest,
-    or so short that fewer tokens could be predicted, would change which tokens are predicted, and are refused.
+    A part of the study may be asked for, and tasks, sizes and policies that it does not have yet. Lengths beyond its
+    longest, or so short that fewer tokens could be predicted, would change which tokens are predicted, and are refused.
     """
     there = load_study(folder)
     base = QUICK if quick else Settings() if there is None else there.settings
@@ -222,5 +226,6 @@ def merged(there: Settings, asked: Settings, folder: Path) -> Settings:
         there,
         lengths=tuple(sorted({*there.lengths, *asked.lengths})),
         items=tuple(sorted({*there.items, *asked.items})),
+        tasks=tuple(name for name in TASKS if name in {*there.tasks, *asked.tasks}),
         policies=tuple(name for name in policies.CHOICES if name in {*there.policies, *asked.policies}),
     )
