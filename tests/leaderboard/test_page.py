@@ -23,6 +23,7 @@ SHORT = (
     "adaptive",
     "adaptive_held",
     "refitted_held",
+    "constant",
     "log_n",
     "entmax15",
     "sparsemax",
@@ -63,21 +64,46 @@ def largest(name: str) -> str:
 
 def phrases() -> list[str]:
     trained = functools.partial(percent, "recall", "trained")
+    seeds = DATA["tasks"]["recall"]["tables"]["trained"]["rows"]["ssmax"]["accuracy"][DATA["sizes"].index(1024)]
     return [
         f"with `hard` find {on('recall', 'hard', 1024)} at 1,024 items and {on('recall', 'hard', 16384)} at 16,384",
         f"with `sparsemax` {on('recall', 'sparsemax', 1024, 16384)}",
         f"with a constant beta of 4 {on('recall', 'constant', 1024, 16384)}",
-        f"It keeps {on('recall', 'adaptive', 512)} at 512 items and has {on('recall', 'adaptive', 1024)} at 1,024",
-        f"Held at its peak it has {on('recall', 'adaptive_held', 1024)} there",
-        f"and held {on('recall', 'refitted_held', 1024)}, and {on('recall', 'refitted_held', 16384)} at 16,384",
-        f"refitted and extrapolated {on('recall', 'refitted', 16384)}",
-        f"has {on('max', 'hard', 1024)} at 1,024 items, softmax {on('max', 'softmax', 1024)}",
-        f"have {trained('adaptive', 256)} % at 256 items and {trained('adaptive', 512)} % at 512, "
-        f"softmax {trained('softmax', 256)} and {trained('softmax', 512)} %",
+        f"rows of these heads have {entropy(512)} nats at 512 items and {entropy(1024)} at 1,024, and accuracy goes "
+        f"from {percent('recall', 'inference', 'adaptive', 512)} to {on('recall', 'adaptive', 1024)}",
+        f"Held at its peak it has {on('recall', 'adaptive_held', 1024)} at 1,024",
+        f"and held {on('recall', 'refitted_held', 1024)}. At 16,384 items it takes both: "
+        f"{on('recall', 'refitted_held', 16384)}, held alone {on('recall', 'adaptive_held', 16384)}, refitted alone "
+        f"{on('recall', 'refitted', 16384)}",
+        f"has {on('max', 'hard', 1024)}, softmax {on('max', 'softmax', 1024)}",
+        f"lie between ({between()} %), `top_k` is at {on('max', 'top_k', 1024)}",
+        f"(`ssmax` {percent('max', 'trained', 'ssmax', 1024)} %, "
+        f"`asentmax` {percent('max', 'trained', 'asentmax', 1024)} %)",
+        f"a constant beta has {trained('constant', 1024)} % trained and {on('recall', 'constant', 1024)} switched on, "
+        f"the held polynomial {trained('adaptive_held', 1024)} and {on('recall', 'adaptive_held', 1024)}",
+        f"{trained('adaptive', 256)} % at 256 items and {trained('adaptive', 512)} % at 512, "
+        f"softmax {trained('softmax', 256)} and {trained('softmax', 512)} %, after being better up to 128 "
+        f"({trained('adaptive', 128)} against {trained('softmax', 128)} %)",
         f"(a largest coefficient of {largest('adaptive')}, softmax {largest('softmax')})",
-        f"`ssmax` trained has {trained('ssmax', 16384)} % at 16,384",
-        f"gets {on('second', 'softmax', 16)} at 16 items",
+        f"is `ssmax`, {trained('ssmax', 16384)} %; but its seeds differ widely "
+        f"({100 * min(seeds):.0f} to {100 * max(seeds):.0f} % at 1,024)",
+        f"Softmax gets {on('second', 'softmax', 16)} at 16 items, the best {on('second', 'adaptive', 16)} "
+        f"(`adaptive`), and {on('second', 'refitted', 256)} is the most at 256",
+        f"(`sparsemax` {on('second', 'sparsemax', 16)}, `hard` {on('second', 'hard', 16)})",
+        f"has {trained('learned', 1024)} % on `recall` at 1,024 items where softmax has {trained('softmax', 1024)} %",
     ]
+
+
+def entropy(n: int) -> str:
+    """Of the rows of softmax on ``recall``."""
+    seeds = DATA["tasks"]["recall"]["tables"]["inference"]["rows"]["softmax"]["entropy"][DATA["sizes"].index(n)]
+    return f"{statistics.fmean(seeds):.1f}"
+
+
+def between() -> str:
+    names = ("constant", "sparsemax", "log_n", "refitted_held", "refitted", "entmax15", "adaptive_held", "adaptive")
+    found = [float(percent("max", "inference", name, 1024)) for name in names]
+    return f"{min(found)} to {max(found)}"
 
 
 def short_table() -> str:
@@ -115,7 +141,11 @@ def test_readings_of_many_rows_hold() -> None:
     at = DATA["sizes"].index(1024)
     best = rows["recall"]["inference"]["rows"]
     assert sorted(best, key=lambda name: -best[name]["mean"][at])[:2] == ["hard", "refitted_held"]
-    for name in ("linear", "sigmoid", "relu_squared", "stick_breaking"):
+    fitted, fixed = (rows["max"]["inference"]["rows"][name]["mean"] for name in ("refitted_held", "constant"))
+    held = rows["max"]["inference"]["rows"]["adaptive_held"]["mean"]
+    assert all((a >= b) == (n <= 1024) for n, a, b in zip(DATA["sizes"], fitted, held, strict=True))
+    assert all(a < b for a, b in zip(fitted, fixed, strict=True))
+    for name in ("linear", "linear_elu", "sigmoid", "relu_squared", "stick_breaking", "step", "hard"):
         row = rows["max"]["trained"]["rows"][name]["mean"]
         assert all(a < b for a, b in zip(row, plain["max"], strict=True))
 

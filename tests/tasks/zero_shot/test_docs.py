@@ -88,11 +88,14 @@ def smollm_phrases() -> list[str]:
 
 def gemma_phrases() -> list[str]:
     needles = {policy: numbers(GEMMA, "needle", policy, "right") for policy in results(GEMMA)["policies"]}
+    plain, same, longer = needles["off"], needles["log_context"], needles["log_512"]
+    assert all(longer[n] in (plain[n], same[n]) for n in (4096, 8192))
+    assert [n for n, found in needles["held"].items() if found < needles["paper"][n]] == [16384]
     return [
-        f"{needles['paper'][4096]} of 50 at 4,096 tokens, where the model as it is finds all {needles['off'][4096]}, "
-        f"and range-safe {needles['held'][4096]}.",
-        f"finds {needles['log_context'][32768]} at 32,768 tokens",
-        f"`log_512` in all heads finds {needles['log_512'][32768]} there",
+        f"{needles['paper'][4096]} of 50 at 4,096 tokens, where the model as it is finds all {plain[4096]}. "
+        f"Range-safe it finds {needles['held'][4096]}:",
+        f"finds {longer[32768]} at 32,768",
+        f"but for rounding, finds {same[32768]}.",
     ]
 
 

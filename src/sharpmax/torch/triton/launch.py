@@ -81,9 +81,9 @@ def shared_arguments(
     _check(q, k, v, mask, key_lengths, cu_q, cu_k)
     batch, heads, q_len, width = q.shape
     kind = NONE if mask is None else BOOLEAN if mask.dtype == torch.bool else BIAS
-    limit, full = -INFINITY / 2, q.new_empty(()) if mask is None else mask
-    full = full.expand(batch, heads, q_len, k.shape[2])
+    limit, mask_strides = -INFINITY / 2, (0, 0, 0, 0)
     if mask is not None:
+        mask_strides = mask.expand(batch, heads, q_len, k.shape[2]).stride()
         if kind == BIAS:
             limit = max(limit, torch.finfo(mask.dtype).min / 2)
         else:
@@ -100,7 +100,7 @@ def shared_arguments(
         "key_lengths": q if key_lengths is None else key_lengths.to(torch.int32).contiguous(),
         **strides("q", q, "bhld"),
         **strides("k", k, "bhld"),
-        **strides("m", full, "bhqk"),
+        **dict(zip(("stride_mb", "stride_mh", "stride_mq", "stride_mk"), mask_strides, strict=True)),
         "heads": heads,
         "group": heads // max(k.shape[1], 1),
         "q_len": q_len,
@@ -136,9 +136,10 @@ def programs_of(shared: dict[str, Any], block: int, *, by_key: bool) -> int:
     """How many programs there are: one for each block of each head."""
     length = shared["k_len"] if by_key else shared["q_len"]
     heads = shared["heads"] // shared["group"] if by_key else shared["heads"]
+    blocks = -(-length // block)
     if shared["PACKED"]:
-        return (triton.cdiv(length, block) + shared["documents"]) * heads if shared["documents"] else 0
-    return triton.cdiv(length, block) * heads * shared["q"].shape[0]
+        return (blocks + shared["documents"]) * heads if shared["documents"] else 0
+    return blocks * heads * shared["q"].shape[0]
 
 
 def strides(name: str, x: Tensor, axes: str) -> dict[str, int]:
@@ -157,12 +158,14 @@ def room(
 
 def row_numbers(values: Tensor, q: Tensor) -> Tensor:
     """One float32 number for each row, contiguous."""
+    if values.dtype == torch.float32 and values.shape == q.shape[:-1] and values.is_contiguous():
+        return values
     return values.to(torch.float32).expand(q.shape[:-1]).contiguous()
 
 
 def padded(width: int) -> int:
     """The columns of a tile that holds ``width`` of them."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def policy_arguments(lowered: Lowered | None) -> dict[str, Any]:
