@@ -309,7 +309,7 @@ def test_vmap_of_dropout_is_refused() -> None:
         torch.func.vmap(lambda x: scaled_dot_product_attention(x, x, x, dropout_p=0.5), randomness="same")(q)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["static", "dynamic"])
 def test_compiles_whole_forward_and_backward_streaming(dynamic: bool) -> None:
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

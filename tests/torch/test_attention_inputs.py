@@ -117,7 +117,7 @@ def test_stock_refuses_a_scale_that_is_not_positive(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("impl", ["reference", "streaming", "triton", "stock"])
-@pytest.mark.parametrize("causal", [False, "lower_right"])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.thorough), "lower_right"])
 def test_key_lengths_beyond_the_keys_mean_all_of_them(impl: str, causal: Any, request: pytest.FixtureRequest) -> None:
     if impl == "triton":
         request.getfixturevalue("triton_everywhere")

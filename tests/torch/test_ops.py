@@ -259,7 +259,7 @@ def test_operators_with_a_policy_inside_match_the_reference(policy: str, kind: s
 
 
 @pytest.mark.parametrize("policy", ["paper", pytest.param("detached", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("kind", ["causal", "boolean"])
+@pytest.mark.parametrize("kind", ["causal", pytest.param("boolean", marks=pytest.mark.thorough)])
 def test_opcheck_with_a_policy_inside(policy: str, kind: str) -> None:
     pytest.importorskip("triton")
     leaves, geometry, given = policy_call(kind)

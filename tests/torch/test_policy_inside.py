@@ -25,7 +25,9 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 
 
 @pytest.mark.parametrize("impl", INSIDE)
-@pytest.mark.parametrize("mask", ["full", "causal", "lengths", "boolean"])
+@pytest.mark.parametrize(
+    "mask", ["causal", "lengths", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "boolean"))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 def test_with_the_policy_inside_matches_the_oracle(
     impl: str, mask: str, dtype: torch.dtype, triton_everywhere: list[str]
@@ -68,7 +70,7 @@ def test_with_the_policy_inside_matches_the_composed_way(impl: str, policy: str,
 
 @pytest.mark.parametrize("impl", ["reference", "streaming", "triton"])
 @pytest.mark.parametrize(
-    "mask", ["causal_window", "boolean", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "lengths"))]
+    "mask", ["causal_window", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("boolean", "full", "lengths"))]
 )
 @pytest.mark.parametrize("policy", [sharpmax.Constant(1.7), sharpmax.LogLength.relative(4)], ids=["number", "length"])
 def test_policies_that_read_no_statistics_pay_for_none(

@@ -115,9 +115,9 @@ def test_tokens_outside_of_all_documents_triton(triton_everywhere: list[str]) ->
     ("policy", "inside"),
     [
         (sharpmax.PAPER, True),
-        (sharpmax.detached(sharpmax.PAPER_HELD), True),
+        pytest.param(sharpmax.detached(sharpmax.PAPER_HELD), True, marks=pytest.mark.thorough),
         (sharpmax.LogLength.relative(2), True),
-        (sharpmax.Constant(1.7), False),
+        pytest.param(sharpmax.Constant(1.7), False, marks=pytest.mark.thorough),
         (lambda stats: 1.0 + 0.1 * stats.entropy, False),
     ],
     ids=["paper", "detached", "length", "number", "callable"],

@@ -57,7 +57,9 @@ def _relative(a: jax.Array, b: jax.Array, scale: float) -> float:
     return float(jnp.max(jnp.abs(a - b))) / scale
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [pytest.param("float32", 1e-5, marks=pytest.mark.thorough), ("float64", 1e-12)]
+)
 def test_the_listing_with_the_same_parameters_gives_the_same(dtype: str, tolerance: float) -> None:
     with jax.enable_x64(dtype == "float64"):
         (scores, gradient), (expected, expected_gradient) = _both(jnp.dtype(dtype).type)

@@ -119,7 +119,7 @@ def test_sizes(sizes: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("policy", ["paper", "hard", "callable"])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_short_caches_and_what_lies_beyond_them(policy: str, splits: int) -> None:
     chosen, betas = POLICIES[policy]
     lengths = [0, 1, 2, 70]
@@ -240,7 +240,7 @@ def test_operators() -> None:
         torch.library.opcheck(operators.decode_values, arguments, test_utils=tests)
 
 
-@pytest.mark.parametrize("policy", [sharpmax.PAPER, SpreadOverTen()])
+@pytest.mark.parametrize("policy", [sharpmax.PAPER, pytest.param(SpreadOverTen(), marks=pytest.mark.thorough)])
 def test_compiled_whole_and_for_growing_caches(policy: Any) -> None:
     compiled = []
 
