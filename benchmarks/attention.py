@@ -1,6 +1,6 @@
 """Attention with adaptive temperature on a GPU, against stock attention and a literal Figure 4, in speed and in error.
 
-    python -m benchmarks.attention [--quick] [--flex] [--lengths N ...] [--model NAME] [--out FILE]
+    python -m benchmarks.attention [--quick] [--flex] [--lengths N ...] [--model NAME] [--batch N] [--out FILE]
 
 Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured. ``impl="stock"``: a kernel gives statistics,
 beta and ``beta * q``, and stock attention (cuDNN) does the rest. ``impl="triton"``: a kernel gives the statistics and
@@ -268,12 +268,12 @@ def long(shape: tuple[int, int, int, int]) -> dict[str, Any]:
     return speed(x, few(x, backward=shape == LONG[0]), True, logit_deviation=round(deviation_for(shape[2]), 3))
 
 
-def recorded(model: str, length: int, layers: list[int]) -> list[dict[str, Any]]:
+def recorded(model: str, length: int, layers: list[int], batch: int) -> list[dict[str, Any]]:
     """The heads of real layers, causal."""
     from benchmarks.recorded_heads import recorded_heads
 
     found = []
-    for layer, tensors in recorded_heads(model, length, layers, "cuda"):
+    for layer, tensors in recorded_heads(model, length, layers, "cuda", batch):
         q, k, v = (t.contiguous().requires_grad_() for t in tensors)
         x = Inputs(q, k, v, torch.randn_like(v), True)
         found.append(speed(x, functions(x, False, False), True, model=model, layer=layer))
@@ -345,6 +345,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", help="these lengths, and nothing else")
     parser.add_argument("--model", help="heads of this model, as for sharpmax diagnose, and nothing else")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 10, 20], help="of the model")
+    parser.add_argument("--batch", type=int, default=1, help="texts that the model reads at once")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_cuda.json")
     arguments = parser.parse_args()
     quick, flex = arguments.quick, arguments.flex
@@ -352,7 +353,9 @@ def main() -> None:
         raise SystemExit("benchmarks.attention needs a GPU")
     content: dict[str, Any] = {"dtype": "bfloat16", "policy": sharpmax.PAPER.to_dict()}
     if arguments.model:
-        content["recorded"] = recorded(arguments.model, (arguments.lengths or [8192])[0], arguments.layers)
+        content["recorded"] = recorded(
+            arguments.model, (arguments.lengths or [8192])[0], arguments.layers, arguments.batch
+        )
     else:
         lengths = arguments.lengths or ([MAIN[2]] if quick else [shape[2] for shape in SHAPES])
         shapes = [shape for shape in SHAPES if shape[2] in lengths]

@@ -16,10 +16,13 @@ from sharpmax.huggingface.weights import load
 NAME = "benchmark_recorded_heads"
 
 
-def recorded_heads(name: str, length: int, layers: Sequence[int], device: str) -> Iterator[tuple[int, list[Tensor]]]:
-    """Of each of the layers, q, k and v ``[1, heads, length, columns]``, in bfloat16, over this package's source.
+def recorded_heads(
+    name: str, length: int, layers: Sequence[int], device: str, batch: int = 1
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Of each of the layers, q, k and v ``[batch, heads, length, columns]``, in bfloat16, over this package's source.
 
-    Keys and values are repeated for the query heads that share them.
+    Each of ``batch`` goes on where the one before ends. Keys and values are repeated for the query heads that share
+    them.
     """
     found: dict[int, list[Tensor]] = {}
 
@@ -34,7 +37,7 @@ def recorded_heads(name: str, length: int, layers: Sequence[int], device: str) -
     model: Any = loaded
     model.to(device)
     with torch.no_grad():
-        model.base_model(input_ids=tokens(tokenizer, length, device), use_cache=False)
+        model.base_model(input_ids=tokens(tokenizer, batch * length, device).view(batch, length), use_cache=False)
     missing = sorted(set(layers) - set(found))
     if missing:
         raise SystemExit(f"{name} has {model.config.num_hidden_layers} layers: there is no layer {missing[0]}")

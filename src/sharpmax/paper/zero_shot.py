@@ -32,8 +32,8 @@ CAPTION = (
     "the same {targets} tokens of a text (the reference manual of Python) in each of {segments} places, with more and"
     " more of the text before them. (b) Greedy answers that are right, of {prompts}, to the question for a number "
     "hidden in plain sentences, at evenly spaced depths. (c) The same for Figure 3's prompt after {shots} short "
-    "solved examples; the largest item is drawn first, evenly from 1 to 99. Around off, one standard error of such a "
-    "share. The model was trained for {context:,} tokens; what is longer is extrapolation."
+    "solved examples; the largest item is drawn first, evenly from 1 to 99. Around off, Wilson's 68 % interval of "
+    "such a share. The model was trained for {context:,} tokens; what is longer is extrapolation."
 )
 
 
@@ -100,7 +100,7 @@ def _note(axis: Axes, size: float, text: str, rotation: float, color: str) -> No
 
 
 def _line(axis: Axes, policy: str, label: str, cells: list[Mapping[str, Any]]) -> None:
-    """One policy; the model as it is lies wide below the others, with the standard error of its shares."""
+    """One policy; the model as it is lies wide below the others, with an interval for its shares."""
     from ..tasks.zero_shot import value
 
     off, sizes = policy == "off", [cell["size"] for cell in cells]
@@ -118,9 +118,16 @@ def _line(axis: Axes, policy: str, label: str, cells: list[Mapping[str, Any]]) -
         label=label,
     )
     if off and factor == 100:
-        errors = [100 * math.sqrt(c["exact"] * (1 - c["exact"]) / c["prompts"]) for c in cells]
-        low, high = ([v + sign * e for v, e in zip(values, errors, strict=True)] for sign in (-1, 1))
-        axis.fill_between(sizes, low, high, color=INK, alpha=0.1, linewidth=0)
+        low, high = zip(*(interval(c["right"], c["prompts"]) for c in cells), strict=True) if cells else ((), ())
+        axis.fill_between(sizes, [100 * x for x in low], [100 * x for x in high], color=INK, alpha=0.1, linewidth=0)
+
+
+def interval(right: int, of: int, deviations: float = 1.0) -> tuple[float, float]:
+    """Wilson's interval of a share, which has a width where none or all are right too."""
+    share, more = right / of, deviations**2 / of
+    middle = (share + more / 2) / (1 + more)
+    half = math.sqrt(more * (share * (1 - share) + more / 4)) / (1 + more)
+    return middle - half, middle + half
 
 
 def _perplexities(axis: Axes, cells: list[Mapping[str, Any]], context: int) -> None:

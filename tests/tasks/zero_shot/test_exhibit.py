@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import binomtest
 
 from sharpmax.core.claims import claimed
 from sharpmax.inputs import InputError
@@ -80,3 +82,11 @@ def test_the_exhibit_refuses_what_it_cannot_use_before_loading_a_model(
         exhibit.run(tmp_path, policies="nothing")
     with pytest.raises(InputError, match="holds no study to report on; leave --report out"):
         exhibit.run(tmp_path, report=True)
+
+
+@pytest.mark.parametrize(("right", "of"), [(0, 50), (50, 50), (12, 50), (99, 100)])
+def test_the_interval_of_a_share_is_that_of_scipy_and_never_empty(right: int, of: int) -> None:
+    level = math.erf(1 / math.sqrt(2))
+    expected = binomtest(right, of).proportion_ci(level, method="wilson")
+    assert exhibit.interval(right, of) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert expected.high - expected.low > 0.005
