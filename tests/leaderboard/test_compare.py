@@ -114,6 +114,11 @@ def test_the_command_makes_both_tables_and_goes_on(
     said = capsys.readouterr().out
     assert "second/sparsemax, trained: trained, not measured" in said
     assert "second/linear, trained: not begun" in said
+    assert run("--out", str(out), "--report") == 0  # of what was begun, and nothing else
+    said = capsys.readouterr().out
+    assert "second/sparsemax, trained: trained, not measured" in said
+    assert said.count("trained: ") == 1
+    assert list(json.loads((out / "leaderboard.json").read_text())["tasks"]) == ["second"]
     for wrong, sentence in (
         (["--steps", "60"], "another comparison (steps 10 there and 60 here)"),
         (["--protocol", "sharp"], "another comparison (learning_rate 0.001 there and 0.003 here"),

@@ -36,7 +36,7 @@ def compare(
         float | None, typer.Option(help="Stop after so many minutes; the same command goes on from there.", min=0)
     ] = None,
     report: Annotated[
-        bool, typer.Option("--report", help="Train and evaluate nothing; make the tables of what is there.")
+        bool, typer.Option("--report", help="Train and evaluate nothing; make the tables of what was begun.")
     ] = False,
 ) -> None:
     """Train and evaluate a head with every mechanism, on every task, from the same seeds: two tables for each task.
@@ -50,6 +50,8 @@ def compare(
     from ..leaderboard.settings import load_settings
 
     with user_input():
+        if report:  # what was begun, unless more is asked for
+            mechanisms, tasks = (a or b for a, b in zip((mechanisms, tasks), leaderboard.begun(out), strict=True))
         names, chosen = leaderboard.chosen_mechanisms(mechanisms), leaderboard.chosen_tasks(tasks)
         if report and load_settings(out) is None:
             raise ValueError(f"{out} holds no comparison to report on; leave --report out to begin one")

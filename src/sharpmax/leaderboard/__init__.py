@@ -8,7 +8,7 @@ from ..extras import require
 for _package in ("jax", "safetensors", "scipy", "matplotlib"):
     require(_package, "experiments", "sharpmax.leaderboard")
 
-from .entries import chosen_mechanisms, chosen_tasks, mechanisms  # noqa: E402
+from .entries import begun, chosen_mechanisms, chosen_tasks, mechanisms  # noqa: E402
 from .report import assemble, write_report  # noqa: E402
 from .run import OutOfTimeError, compare  # noqa: E402
 from .settings import Settings, settle  # noqa: E402
@@ -17,6 +17,7 @@ __all__ = [
     "OutOfTimeError",
     "Settings",
     "assemble",
+    "begun",
     "chosen_mechanisms",
     "chosen_tasks",
     "compare",

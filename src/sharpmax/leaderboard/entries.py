@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, get_args
 
 from ..mechanisms import MECHANISMS, Mechanism, Selective, find
@@ -50,6 +51,13 @@ def chosen_tasks(text: str | None) -> tuple[Task, ...]:
     if unknown := [word for word in words if word not in get_args(Task)]:
         raise ValueError(f"expected tasks to be among {', '.join(TASKS)}, got {', '.join(map(repr, unknown))}")
     return tuple(words)  # pyright: ignore[reportReturnType]
+
+
+def begun(out: Path) -> tuple[str | None, str | None]:
+    """Mechanisms and tasks that ``out`` has a folder of, as the command line has them; ``None`` where there is none."""
+    tasks = [task for task in TASKS if (out / task).is_dir()]
+    names = [name for name in MECHANISMS if any((out / task / name).is_dir() for task in tasks)]
+    return ",".join(names) or None, ",".join(tasks) or None
 
 
 def _words(text: str, what: str) -> list[str]:
