@@ -9,7 +9,8 @@ import sys
 import time
 
 from .cases import load
-from .implementations import IMPLEMENTATIONS, gpu_is_there
+from .implementations import IMPLEMENTATIONS
+from .registry import gpu_is_there
 from .tolerances import deviations
 
 

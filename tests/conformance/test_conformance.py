@@ -10,8 +10,9 @@ import pytest
 from sharpmax.core.policies import policy_from_dict
 from tests.conformance import generate
 from tests.conformance.cases import load, raw_cases
-from tests.conformance.implementations import IMPLEMENTATIONS, Implementation, gpu_is_there
+from tests.conformance.implementations import IMPLEMENTATIONS, Implementation
 from tests.conformance.recipes import DTYPES
+from tests.conformance.registry import gpu_is_there
 from tests.conformance.tolerances import deviations
 
 QUICK = re.compile(

@@ -13,7 +13,7 @@ import pytest
 import sharpmax
 from sharpmax.jax import dot_product_attention, row_stats
 from sharpmax.jax.checks import checked
-from tests.conformance.implementations import gpu_is_there
+from tests.conformance.registry import gpu_is_there
 from tests.jax import oracle
 from tests.jax.attention_cases import close
 

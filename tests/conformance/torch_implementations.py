@@ -1,0 +1,140 @@
+"""PyTorch against the golden cases: the core functions, eager, functional and compiled, and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from sharpmax import RowStats, adaptive_temperature_softmax, row_stats
+from sharpmax.torch import row_stats as torch_row_stats
+from sharpmax.torch import scaled_dot_product_attention
+
+from .cases import Case, raw_cases
+from .registry import (
+    attends,
+    collected,
+    compile_key,
+    kernels_attend,
+    length,
+    looks_at_values,
+    policy_name,
+    policy_of,
+    register,
+)
+from .results import Result
+
+
+def _torch_inputs(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    dtype = getattr(torch, case.dtype)
+    x = torch.tensor(case.logits, dtype=dtype, device=device)
+    where = None if case.where is None else torch.tensor(case.where, device=device)
+    return x, where, torch.tensor(case.cotangent, dtype=dtype, device=device)
+
+
+def _torch_row(x: torch.Tensor, where: torch.Tensor | None, policy: Any) -> tuple[tuple[Any, ...], Any, Any]:
+    stats = row_stats(x, where=where)
+    weights = adaptive_temperature_softmax(x, where=where, policy=policy)
+    return tuple(stats), policy(stats), weights
+
+
+def _torch_autograd(case: Case, device: str, row: Callable[..., Any] = _torch_row) -> Result:
+    x, where, cotangent = _torch_inputs(case, device)
+    x.requires_grad_(True)
+    stats, beta, weights = row(x, where, policy_of(case))
+    (gradient,) = torch.autograd.grad(weights, x, cotangent)
+    return collected(RowStats(*stats), beta, weights, gradient)
+
+
+@register("torch")
+def torch_eager(case: Case) -> Result:
+    return _torch_autograd(case, "cpu")
+
+
+@register("torch-func", takes=lambda row: not looks_at_values(row))
+def torch_func(case: Case) -> Result:
+    x, where, cotangent = _torch_inputs(case, "cpu")
+    policy = policy_of(case)
+
+    def loss(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        stats, beta, weights = _torch_row(x, where, policy)
+        return (weights * cotangent).sum(), (stats, beta, weights)
+
+    gradient, (stats, beta, weights) = torch.func.grad(loss, has_aux=True)(x)
+    return collected(RowStats(*stats), beta, weights, gradient)
+
+
+_TORCH_COMPILED = {
+    ("float32", 64, "paper", False),
+    ("float32", 33, "held", True),
+    ("bfloat16", 64, "paper", False),
+    ("float64", 257, "curve", False),
+}
+"""What torch.compile is tried on: dtype, length, policy and whether under a mask. Each takes seconds to compile."""
+
+
+def _torch_compiles(row: dict[str, Any]) -> bool:
+    return (row["dtype"], length(row), policy_name(row), row["where"] is not None) in _TORCH_COMPILED
+
+
+@cache
+def _torch_compiled(key: str) -> Callable[..., Any]:
+    def row(x: torch.Tensor, where: torch.Tensor | None, policy: Any) -> Any:
+        return _torch_row(x, where, policy)
+
+    torch.compiler.reset()  # a fresh cache: the limit on recompilations is not what is tested here
+    return torch.compile(row, fullgraph=True, dynamic=False)
+
+
+@register("torch-compile", takes=_torch_compiles, group=compile_key)
+def torch_compiled(case: Case) -> Result:
+    return _torch_autograd(case, "cpu", _torch_compiled(compile_key(raw_cases()[case.id])))
+
+
+@register("torch-cuda", gpu="torch")
+def torch_cuda(case: Case) -> Result:
+    return _torch_autograd(case, "cuda")
+
+
+def _torch_attention(case: Case, device: str, impl: str) -> Result:
+    x, _, cotangent = _torch_inputs(case, device)
+    kept = torch.tensor(case.kept, device=device)
+    key = torch.zeros(1, 1, case.n, 16, dtype=x.dtype, device=device)
+    key[..., 0] = torch.where(kept, x, 0)
+    key.requires_grad_(True)
+    query = torch.zeros(1, 1, 1, 16, dtype=x.dtype, device=device)
+    query[..., 0] = 1
+    given: dict[str, Any] = {"attn_mask": kept, "scale": 1.0, "impl": impl}
+    stats = torch_row_stats(query, key, with_min=True, **given)
+    identity = torch.eye(case.n, dtype=x.dtype, device=device)[None, None]
+    found = scaled_dot_product_attention(query, key, identity, policy=policy_of(case), return_stats=True, **given)
+    fields = (field[0, 0, 0] for field in stats if field is not None)
+    row = (RowStats(*fields), found.beta[0, 0, 0], found.output[0, 0, 0])
+    if impl != "reference" and case.id.startswith("offsets/"):
+        return collected(*row)  # backward, weights come from logsumexp, in which an offset of 1e4 leaves fewer digits
+    value = cotangent[None, None, :, None]
+    output = scaled_dot_product_attention(query, key, value, policy=policy_of(case), **given)
+    (gradient,) = torch.autograd.grad(output, key, torch.ones_like(output))
+    return collected(*row, gradient[0, 0, :, 0])
+
+
+@register("torch-attention-reference", takes=attends)
+def torch_attention_reference(case: Case) -> Result:
+    return _torch_attention(case, "cpu", "reference")
+
+
+@register("torch-attention-streaming", takes=attends)
+def torch_attention_streaming(case: Case) -> Result:
+    return _torch_attention(case, "cpu", "streaming")
+
+
+@register("torch-attention-triton", gpu="torch", takes=kernels_attend)
+def torch_attention_triton(case: Case) -> Result:
+    return _torch_attention(case, "cuda", "triton")
+
+
+@register("torch-attention-streaming-cuda", gpu="torch", takes=attends)
+def torch_attention_streaming_cuda(case: Case) -> Result:
+    return _torch_attention(case, "cuda", "streaming")
