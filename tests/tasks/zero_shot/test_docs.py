@@ -89,8 +89,6 @@ def smollm_phrases() -> list[str]:
 def gemma_phrases() -> list[str]:
     needles = {policy: numbers(GEMMA, "needle", policy, "right") for policy in results(GEMMA)["policies"]}
     plain, same, longer = needles["off"], needles["log_context"], needles["log_512"]
-    assert all(longer[n] in (plain[n], same[n]) for n in (4096, 8192))
-    assert [n for n, found in needles["held"].items() if found < needles["paper"][n]] == [16384]
     return [
         f"{needles['paper'][4096]} of 50 at 4,096 tokens, where the model as it is finds all {plain[4096]}. "
         f"Range-safe it finds {needles['held'][4096]}:",
@@ -112,3 +110,9 @@ def test_the_text_says_what_the_results_say(phrase: str) -> None:
 def test_beyond_its_context_every_policy_harms_smollm2() -> None:
     beyond = {policy: perplexities(SMOLLM, policy)[16384] for policy in results(SMOLLM)["policies"]}
     assert min(beyond, key=lambda policy: beyond[policy]) == "off"
+
+
+def test_what_is_said_of_gemmas_needles_at_many_lengths_holds() -> None:
+    needles = {name: numbers(GEMMA, "needle", name, "right") for name in ("off", "paper", "held", "log_512")}
+    assert [needles["log_512"][n] for n in (4096, 8192)] == [needles["off"][n] for n in (4096, 8192)]
+    assert [n for n, found in needles["held"].items() if found < needles["paper"][n]] == [16384]
