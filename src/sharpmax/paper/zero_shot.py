@@ -57,10 +57,10 @@ def data(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def draw(figure: Figure, data: Mapping[str, Any]) -> None:
-    """A panel for each task: size against result, a line for each policy."""
-    tasks = [task for task in PANELS if task in data["settings"]["tasks"]]
-    axes = figure.subplots(1, len(tasks), squeeze=False)[0]
-    for axis, letter, task in zip(axes, "abc", tasks, strict=False):
+    """A panel for each task, with the caption's letter for it: size against result, a line for each policy."""
+    letters = {task: letter for task, letter in zip(PANELS, "abc", strict=True) if task in data["settings"]["tasks"]}
+    axes = figure.subplots(1, len(letters), squeeze=False)[0]
+    for axis, (task, letter) in zip(axes, letters.items(), strict=True):
         title, label, unit = PANELS[task]
         _panel(axis, data, task)
         axis.set_title(f"({letter})  {title}", loc="left")
@@ -85,8 +85,9 @@ def _panel(axis: Axes, data: Mapping[str, Any], task: str) -> None:
     if task == "perplexity":
         _perplexities(axis, list(cells.values()), data["context"])
     else:
-        highest = max((100 * c["exact"] for c in cells.values()), default=100)
-        axis.set_ylim(-3, 10 * math.ceil(highest / 10) + 3)
+        highest = [100 * c["exact"] for c in cells.values()]
+        highest += [100 * interval(c["right"], c["prompts"])[1] for c in cells.values() if c["policy"] == "off"]
+        axis.set_ylim(-3, 10 * math.ceil(max(highest, default=100) / 10) + 3)
     lacking = [n for n in asked if all(n != size for size, _ in cells)]
     if lacking:
         place, turned = math.sqrt(lacking[0] * lacking[-1]), 90 if cells else 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from scipy.stats import binomtest
 
 from sharpmax.core.claims import claimed
@@ -90,3 +91,15 @@ def test_the_interval_of_a_share_is_that_of_scipy_and_never_empty(right: int, of
     expected = binomtest(right, of).proportion_ci(level, method="wilson")
     assert exhibit.interval(right, of) == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert expected.high - expected.low > 0.005
+
+
+def test_a_part_of_the_tasks_is_drawn_with_the_captions_letters_and_whole_intervals() -> None:
+    cells = [{"task": "maximum", "size": n, "policy": "off", "exact": 1.0, "right": 6, "prompts": 6} for n in (4, 16)]
+    settings = {"tasks": ("maximum",), "items": (4, 16), "lengths": (512,)}
+    figure = Figure()
+    exhibit.draw(figure, {"settings": settings, "cells": cells, "policies": {"off": "off"}, "context": 512})
+    (axis,) = figure.axes
+    assert axis.get_title(loc="left") == "(c)  the largest of a list"
+    low, high = exhibit.interval(6, 6)
+    assert axis.get_ylim()[1] > 100 * high
+    assert low < 1
