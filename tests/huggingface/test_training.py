@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,15 +118,15 @@ def test_two_processes_of_accelerate_agree_with_one(tmp_path):
     pytest.importorskip("accelerate")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
-        "tests.huggingface.two_processes",
+        "tests.huggingface.two_processes", str(tmp_path),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = re.findall(r"processes=2 start=(\S+) together=(\S+) alone=(\S+)", done.stdout)
-    assert len(lines) == 2
-    for start, together, alone in (map(float, line) for line in lines):
-        assert together == pytest.approx(alone, rel=1e-9)  # the loss is float32
-        assert abs(together - start) > 1e-3
+    sums = [json.loads(file.read_text()) for file in tmp_path.glob("process_*.json")]
+    assert [each["processes"] for each in sums] == [2, 2]
+    for each in sums:
+        assert each["together"] == pytest.approx(each["alone"], rel=1e-9)  # the loss is float32
+        assert abs(each["together"] - each["start"]) > 1e-3
