@@ -5,9 +5,9 @@
 Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured. ``impl="stock"``: a kernel gives statistics,
 beta and ``beta * q``, and stock attention (cuDNN) does the rest. ``impl="triton"``: a kernel gives the statistics and
 beta, and another one attends with beta on the logits in float32. "detached" is the same policy without its gradient.
-Our kernels are timed alone too. Inputs are scaled so that the paper's policy acts; the share of rows with beta above
-1.3 is recorded with each result. With --model, inputs are what layers of that model attend with, over 8,192 tokens of
-this package's source.
+Our kernels are timed alone too, in CUDA graphs. Inputs are scaled so that the paper's policy acts; the share of rows
+with beta above 1.3 is recorded with each result. With --model, inputs are what layers of that model attend with, over
+8,192 tokens of this package's source.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
 from sharpmax.torch.geometry import ALL, Geometry
 from sharpmax.torch.triton import Tiles, prefill
+from sharpmax.torch.triton.tiles import tiles_for
 
 MAIN = (4, 16, 4096, 128)
 SHAPES = ((4, 16, 1024, 128), (4, 16, 2048, 128), MAIN, (1, 16, 16384, 128), (1, 16, 32768, 128), (1, 16, 16384, 64))
@@ -141,11 +142,13 @@ def kernels(x: Inputs) -> dict[str, Forward]:
     stats, beta, _ = statistics(x, scaled_query=False)
     out, lse = prefill.attend(q, k, v, beta, x.geometry)
     ones = torch.full_like(beta, 1e-3)
+    portable = tiles_for("stats", q.shape[-1], q.dtype, q.device, x.causal)
     given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": x.do, "row_max": stats[0]}
     moved: dict[str, Any] = {"grad_sum": ones, "grad_moment": ones}
     return {
         "kernel stats": lambda: statistics(x, scaled_query=False),
         "kernel stats and scaled query": lambda: statistics(x, scaled_query=True),
+        "kernel stats and scaled query, portable": lambda: statistics(x, scaled_query=True, config=portable),
         "kernel attend": lambda: prefill.attend(q, k, v, beta, x.geometry),
         "kernel backward of attend": lambda: prefill.backward(q, k, v, beta, x.geometry, **given, need_beta=True),
         "kernel backward of stats": lambda: prefill.backward(q, k, None, None, x.geometry, row_max=stats[0], **moved),
@@ -203,8 +206,11 @@ def few(x: Inputs, backward: bool) -> dict[str, Forward]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(function: Forward, quick: bool) -> float:
+def milliseconds(function: Forward, quick: bool, graph: bool = False) -> float:
+    """The median time; in a CUDA graph, that of the device alone."""
     warmup, repeat = (10, 50) if quick else (25, 200)
+    if graph:
+        return float(triton.testing.do_bench_cudagraph(function, rep=repeat, return_mode="median"))  # pyright: ignore
     return float(triton.testing.do_bench(function, warmup=warmup, rep=repeat, return_mode="median"))  # pyright: ignore
 
 
@@ -219,7 +225,7 @@ def measured(name: str, function: Forward, quick: bool) -> dict[str, Any]:
         peak, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
         del result
         return {
-            "ms": round(milliseconds(function, quick), 4),
+            "ms": round(milliseconds(function, quick, graph=name.startswith("kernel ")), 4),
             "peak_mb": round(peak / 2**20, 1),
             "returned_mb": round(kept / 2**20, 1),
         }

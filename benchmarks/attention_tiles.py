@@ -1,6 +1,6 @@
 """Which size of tile each attention kernel likes best, on one GPU: what ``sharpmax.torch.triton.tiles`` was chosen by.
 
-    python -m benchmarks.attention_tiles [--widths 128 64 256] [--out FILE]
+    python -m benchmarks.attention_tiles [--widths 128 64 256] [--kernels stats attend ...] [--out FILE]
 
 bfloat16, 4 x 16 heads x 4,096. Kernels are compiled side by side and timed one by one.
 """
@@ -75,9 +75,9 @@ def compiled(candidate: Candidate) -> None:
         sweep_runs(width, causal, (1, 16, 512))[kernel](tiles)
 
 
-def sweep(modes: list[tuple[int, bool]]) -> list[dict[str, Any]]:
+def sweep(modes: list[tuple[int, bool]], kernels: list[str]) -> list[dict[str, Any]]:
     """The time of every kernel at every size of tile; compiled side by side, timed one by one."""
-    every = [(kernel, *mode, tiles) for mode in modes for kernel in SWEPT for tiles in candidates(kernel, mode[0])]
+    every = [(kernel, *mode, tiles) for mode in modes for kernel in kernels for tiles in candidates(kernel, mode[0])]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compiled, every))
     found, runs = [], {mode: sweep_runs(*mode, (4, 16, 4096)) for mode in modes}
@@ -94,12 +94,13 @@ def sweep(modes: list[tuple[int, bool]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="*", default=[128, 64, 256], help="head sizes")
+    parser.add_argument("--kernels", nargs="*", default=list(SWEPT), choices=SWEPT)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_tiles_cuda.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.attention_tiles needs a GPU")
     content = {
-        "sweep": sweep(list(itertools.product(arguments.widths, (True, False)))),
+        "sweep": sweep(list(itertools.product(arguments.widths, (True, False))), arguments.kernels),
         "provenance": provenance(["python", "-m", "benchmarks.attention_tiles", *sys.argv[1:]]),
     }
     write_text(arguments.out, json.dumps(content, indent=2) + "\n")

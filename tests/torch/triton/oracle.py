@@ -70,9 +70,6 @@ def inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
     generator = torch.Generator().manual_seed(len(case.name) + case.queries)
 
     def normal(*shape: int) -> Tensor:
-        if case.strided and len(shape) == 4:
-            b, h, n, d = shape
-            return torch.randn(b, n, h, d + 8, generator=generator)[..., :d].transpose(1, 2)
         return torch.randn(shape, generator=generator)
 
     b, h, g, n, m = case.batch, case.heads, case.key_heads, case.queries, case.keys
@@ -96,9 +93,19 @@ def inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
         if offsets is not None:
             options[name] = torch.tensor(offsets, dtype=torch.int32)
     options = {name: value.to(device) for name, value in options.items()}
-    q, k, v, do = (x.to(dtype).to(device) for x in (q, k, v, do))
+    q, k, v, do = (_placed(x.to(dtype).to(device), case.strided) for x in (q, k, v, do))
     d_sum, d_moment = (0.05 * torch.randn(b, h, n, generator=generator).to(device) for _ in range(2))
     return Inputs(q, k, v, do, d_sum, d_moment, options, case)
+
+
+def _placed(x: Tensor, strided: bool) -> Tensor:
+    """``x``, or the same numbers in the midst of larger rows of NaN, with heads beside each other."""
+    if not strided:
+        return x
+    b, h, n, d = x.shape
+    within = x.new_full((b, n, h, d + 16), torch.nan)[..., 8 : 8 + d].transpose(1, 2)
+    within.copy_(x)
+    return within
 
 
 def visible(given: Inputs) -> Tensor:

@@ -8,7 +8,7 @@ queries x keys, keys and values of grouped heads are not repeated, and tensors m
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...core.policies.base import Lowered
 from ..geometry import Geometry
+from . import hopper
 from .attend_kernel import attend_kernel
 from .backward_kernel import key_kernel, query_kernel
 from .launch import (
@@ -33,6 +34,8 @@ from .launch import (
 from .stats_kernel import policy_gradient_kernel, stats_kernel
 from .tiles import Tiles, tiles_for
 
+StatsConfig = Tiles | Literal["hopper"]
+"""Which kernel gives the statistics: the portable one with these tiles, or the one for Hopper."""
 QUERY_ONLY = ("out", "row_sum", "row_moment", "NEED_BETA", "GIVEN_DELTA", "SCALED")
 """What only the first of the backward kernels takes."""
 POLICY_ROWS, POLICY_WARPS = 1024, 4
@@ -49,7 +52,7 @@ def row_stats(
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
     with_min: bool = False,
-    config: Tiles | None = None,
+    config: StatsConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Maximum, sum, moment, minimum (``None`` unless asked for) and count of every row, ``[B, H, Lq]``."""
     shared = shared_arguments(q, k, None, geometry, mask, key_lengths, cu_q, cu_k)
@@ -68,7 +71,7 @@ def row_stats_and_scaled_query(
     cu_k: Tensor | None = None,
     with_min: bool = False,
     scaled_query: bool = True,
-    config: Tiles | None = None,
+    config: StatsConfig | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor, Tensor | None]:
     """The statistics, beta of a lowered policy (float32), and ``beta * q`` in the type of ``q``, from one kernel."""
     shared = shared_arguments(q, k, None, geometry, mask, key_lengths, cu_q, cu_k)
@@ -241,34 +244,54 @@ def policy_gradient(lowered: Lowered, row_sum: Tensor, row_moment: Tensor, dbeta
 
 def _stats(
     q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, lowered: Lowered | None, scaled: bool,
-    config: Tiles | None,
+    config: StatsConfig | None,
 ) -> Any:  # fmt: skip
-    tiles = config or tiles_for("stats", q.shape[-1], q.dtype, q.device, shared["LEFT"] or shared["RIGHT"])
     shape, packed = q.shape[:-1], shared["PACKED"]
     highest, total, moment = (room(q, shape, packed, torch.float32, fill) for fill in (-math.inf, 0.0, 0.0))
     count = room(q, shape, packed, torch.int32)
     lowest = room(q, shape, packed, torch.float32, math.inf) if with_min else None
     beta = room(q, shape, packed, torch.float32) if lowered is not None else None
     query = room(q, q.shape, packed) if lowered is not None and scaled else None
+    policy = policy_arguments(lowered)
+    outputs = {
+        "out_max": highest,
+        "out_sum": total,
+        "out_moment": moment,
+        "out_count": count,
+        "out_beta": total if beta is None else beta,
+    }
+    if _on_hopper(q, k, shared, with_min, policy, config):
+        hopper.row_stats(q, k, shared, outputs, policy, query)
+        return (highest, total, moment, lowest, count), beta, query
+    banded = shared["LEFT"] or shared["RIGHT"]
+    tiles = config if isinstance(config, Tiles) else tiles_for("stats", q.shape[-1], q.dtype, q.device, banded)
     launch(
         stats_kernel,
         programs_of(shared, tiles.rows, by_key=False),
         tiles,
         shared,
         q,
-        out_max=highest,
-        out_sum=total,
-        out_moment=moment,
+        **outputs,
         out_min=total if lowest is None else lowest,
-        out_count=count,
-        out_beta=total if beta is None else beta,
         out_q=q if query is None else query,
-        **policy_arguments(lowered),
+        **policy,
         WITH_MIN=with_min,
         SCALED_QUERY=query is not None,
         EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
     )
     return (highest, total, moment, lowest, count), beta, query
+
+
+def _on_hopper(
+    q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, policy: dict[str, Any], config: StatsConfig | None
+) -> bool:
+    """Whether the kernel for Hopper is taken: where it was asked for, or serves and keeps the card at work."""
+    if isinstance(config, Tiles):
+        return False
+    refused = hopper.refusal(q, k, shared, with_min, policy["LOG_COUNT"])
+    if config == "hopper" and refused:
+        raise ValueError(f"the statistics kernel for Hopper serves {refused}")
+    return not refused and (config == "hopper" or hopper.pays(q, shared["RIGHT"]))
 
 
 def _gradients(

@@ -1,0 +1,300 @@
+"""The statistics kernel for Hopper: against float64 and the portable kernel on such a GPU, compiled elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import given as for_all
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from sharpmax.core.policies.base import Lowered
+from sharpmax.torch import scaled_dot_product_attention
+from sharpmax.torch.geometry import ALL, Geometry
+from sharpmax.torch.triton import Tiles, hopper, prefill
+from sharpmax.torch.triton.launch import shared_arguments
+from tests.torch.triton.oracle import POLICY, Case, inputs, logits, stats
+
+CAUSAL = Geometry(0.1, right=0)
+FROM_THE_END = Geometry(0.1, right=0, lower_right=True)
+FULL = Geometry(0.1)
+WIDE: dict[str, Any] = {"width": 128, "value_width": 128}
+NARROW: dict[str, Any] = {"width": 64, "value_width": 64}
+CASES = (
+    Case("whole tiles", batch=2, heads=4, key_heads=4, queries=512, keys=512, geometry=FULL, **WIDE),
+    Case("ragged", heads=3, key_heads=3, queries=300, keys=457, geometry=FULL, **WIDE),
+    Case("causal", batch=2, heads=4, key_heads=4, queries=1024, keys=1024, geometry=CAUSAL, **WIDE),
+    Case("grouped", batch=2, heads=6, key_heads=2, queries=700, keys=700, geometry=CAUSAL, **WIDE),
+    Case("few keys", heads=2, key_heads=2, queries=300, keys=20, geometry=CAUSAL, **WIDE),
+    Case("one query", heads=2, key_heads=1, queries=1, keys=1000, geometry=FROM_THE_END, **WIDE),
+    Case("from the end", heads=2, key_heads=2, queries=300, keys=900, geometry=FROM_THE_END, **NARROW),
+    Case("rows without keys", heads=2, key_heads=2, queries=900, keys=300, geometry=FROM_THE_END, **NARROW),
+    Case("some keys ahead", heads=2, key_heads=2, queries=600, keys=600, geometry=Geometry(0.1, right=77), **NARROW),
+    Case("many blocks", batch=8, heads=16, key_heads=16, queries=520, keys=520, geometry=CAUSAL, **NARROW),
+    Case("long", batch=1, heads=3, key_heads=1, queries=8192, keys=8192, geometry=CAUSAL, **NARROW),
+    Case("strided", batch=2, heads=4, key_heads=4, queries=400, keys=400, geometry=CAUSAL, strided=True, **WIDE),
+    Case("many rounds", batch=8, heads=16, key_heads=16, queries=1300, keys=200, geometry=FULL, **WIDE),
+    Case("many causal rounds", batch=8, heads=16, key_heads=16, queries=1300, keys=1300, geometry=CAUSAL, **WIDE),
+)
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.fixture(autouse=True)
+def device_there(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not ON_HOPPER:
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_gives_what_float64_and_the_portable_kernel_give(case: Case, dtype: torch.dtype) -> None:
+    given = inputs(case, dtype, "cuda")
+    got, beta, scaled = prefill.row_stats_and_scaled_query(given.q, given.k, case.geometry, POLICY, config="hopper")
+    portable, portable_beta, _ = prefill.row_stats_and_scaled_query(
+        given.q, given.k, case.geometry, POLICY, config=Tiles(64, 64, 4, 2)
+    )
+    z, seen = logits(given, given.q.double(), given.k.double())
+    exact = stats(z, seen)
+    assert torch.equal(got[4], exact.count)
+    assert torch.equal(got[0].isinf(), exact.count == 0)
+    filled = exact.count > 0
+    expected_entropy = exact.sum.log() - exact.moment / exact.sum
+    for what, ours, theirs, expected in (
+        ("max", got[0], portable[0], exact.max),
+        ("sum", got[1], portable[1], exact.sum),
+        ("entropy", got[1].log() - got[2] / got[1], portable[1].log() - portable[2] / portable[1], expected_entropy),
+    ):
+        error, peer = (float((x - expected).abs()[filled].max()) for x in (ours, theirs))
+        assert error <= 4 * peer + 1e-5, what
+    assert torch.equal(got[1][~filled], torch.zeros_like(got[1][~filled]))
+    assert torch.equal(got[2][~filled], torch.zeros_like(got[2][~filled]))
+    assert float((beta / portable_beta - 1).abs().max()) < 1e-3
+    assert scaled is not None
+    assert torch.equal(scaled, (given.q.float() * beta[..., None]).to(dtype))
+
+
+@pytest.mark.gpu
+def test_the_order_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections of 5 of 64 sequences, the last one narrower."""
+    case = Case("sections", batch=4, heads=16, key_heads=16, queries=1300, keys=1300, geometry=CAUSAL, **NARROW)
+    given = inputs(case, torch.bfloat16, "cuda")
+    whole = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
+    monkeypatch.setattr(hopper, "SECTION", 5 * 1300 * 64 * 2)
+    parts = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True) if a is not None and b is not None)
+
+
+@pytest.mark.gpu
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@for_all(
+    queries=st.integers(1, 700),
+    keys=st.integers(1, 700),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (37, 37)]),
+    band=st.sampled_from([(ALL, False), (0, False), (0, True), (5, False), (300, True), (2**30, False)]),
+    scale=st.sampled_from([0.0, 1e-3, 0.1, 3.0]),
+    width=st.sampled_from([64, 128]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_random_calls_are_those_of_the_portable_kernel(
+    queries: int, keys: int, heads: tuple[int, int], band: tuple[int, bool], scale: float, width: int, dtype: Any
+) -> None:
+    geometry = Geometry(scale, right=band[0], lower_right=band[1])
+    case = Case(
+        "random", heads=heads[0], key_heads=heads[1], queries=queries, keys=keys, geometry=geometry, width=width
+    )
+    made = inputs(case, dtype, "cuda")
+    ours, beta, scaled = prefill.row_stats_and_scaled_query(made.q, made.k, geometry, POLICY, config="hopper")
+    theirs, expected, _ = prefill.row_stats_and_scaled_query(
+        made.q, made.k, geometry, POLICY, config=Tiles(64, 64, 4, 2)
+    )
+    assert torch.equal(ours[4], theirs[4])
+    assert torch.equal(ours[0].isinf(), theirs[0].isinf())
+    for name, a, b in (("max", ours[0], theirs[0]), ("sum", ours[1], theirs[1]), ("moment", ours[2], theirs[2])):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(beta, expected, rtol=1e-3, atol=0.0)
+    assert scaled is not None
+    assert torch.equal(scaled, (made.q.float() * beta[..., None]).to(dtype))
+
+
+@pytest.mark.gpu
+def test_the_statistics_come_without_a_policy_and_without_the_scaled_query() -> None:
+    given = inputs(CASES[2], torch.bfloat16, "cuda")
+    whole, beta, _ = prefill.row_stats_and_scaled_query(given.q, given.k, CAUSAL, POLICY, config="hopper")
+    alone = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
+    without, again, nothing = prefill.row_stats_and_scaled_query(
+        given.q, given.k, CAUSAL, POLICY, scaled_query=False, config="hopper"
+    )
+    assert nothing is None
+    assert torch.equal(beta, again)
+    for a, b, c in zip(whole, alone, without, strict=True):
+        assert (a is None and b is None and c is None) or (torch.equal(a, b) and torch.equal(a, c))  # type: ignore
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])
+def test_equal_and_huge_logits(offset: float) -> None:
+    """A common offset of every logit, and one logit far above the others."""
+    q = torch.zeros(1, 2, 512, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.zeros(1, 2, 512, 128, device="cuda", dtype=torch.bfloat16)
+    q[..., 0], k[..., 0] = 1.0, offset
+    k[:, 1, 7, 0] = offset + 1e4
+    (top, total, moment, _, _), beta, scaled = prefill.row_stats_and_scaled_query(
+        q, k, Geometry(1.0), POLICY, config="hopper"
+    )
+    torch.testing.assert_close(top[0, 0], torch.full_like(top[0, 0], float(k[0, 0, 0, 0])))
+    torch.testing.assert_close(total[0, 0], torch.full_like(total[0, 0], 512.0), rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(total[0, 1], torch.ones_like(total[0, 1]), rtol=1e-3, atol=0.0)
+    assert float((moment / total).abs().max()) < 1e-3
+    assert beta.isfinite().all()
+    assert scaled is not None
+    assert scaled.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_attention_takes_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention on inputs that fill the card, forward and backward, against the same with the portable kernel."""
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+    taken: list[int] = []
+    real = hopper.row_stats
+    monkeypatch.setattr(hopper, "row_stats", lambda *a: (taken.append(1), real(*a))[1])
+    given = [torch.randn(2, 66, 1024, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+
+    def run() -> Any:
+        q, k, v = given
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (out, *torch.autograd.grad(out.float().square().sum(), given))
+
+    ours = run()
+    assert taken == [1]
+    monkeypatch.setattr(hopper, "pays", lambda *_: False)
+    portable = run()
+    assert taken == [1]
+    for a, b in zip(ours, portable, strict=True):
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < 2e-3
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    given = inputs(CASES[2], torch.bfloat16, "cuda")
+    prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
+    given.q.copy_(given.q.flip(2))
+    graph.replay()
+    expected = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True) if a is not None and b is not None)
+
+
+PLAIN = Case("plain", queries=300, keys=300, geometry=CAUSAL, **WIDE)
+REFUSED: list[tuple[str, Case, dict[str, Any]]] = [
+    ("no minimum", PLAIN, {"with_min": True}),
+    ("policies of the entropy alone", PLAIN, {"lowered": Lowered("log_count", (1.0, 0.0))}),
+    ("calls without key lengths", replace(PLAIN, lengths=(20,)), {}),
+    ("calls without a window", replace(PLAIN, geometry=Geometry(0.1, left=5, right=0)), {}),
+    ("calls without a mask", replace(PLAIN, mask="boolean"), {}),
+    ("calls without a softcap or a negative scale", replace(PLAIN, geometry=Geometry(-0.1)), {}),
+    ("calls without packed documents", replace(PLAIN, q_offsets=(0, 300), k_offsets=(0, 300)), {}),
+    ("heads of 64 or 128 columns in a two-byte type", replace(PLAIN, width=32), {}),
+    ("tensors that are not empty", replace(PLAIN, queries=0), {}),
+]
+
+
+@pytest.mark.parametrize(("sentence", "case", "options"), REFUSED, ids=[sentence for sentence, _, _ in REFUSED])
+def test_what_it_does_not_serve_it_refuses(sentence: str, case: Case, options: dict[str, Any]) -> None:
+    given = inputs(case, torch.float16, "cpu")
+    options = {"lowered": POLICY, **options}
+    with pytest.raises(ValueError, match=f"^the statistics kernel for Hopper serves {sentence}$"):
+        prefill.row_stats_and_scaled_query(given.q, given.k, case.geometry, **given.options, **options, config="hopper")
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="served here")
+def test_it_wants_a_hopper_gpu() -> None:
+    given = inputs(PLAIN, torch.float16, "cpu")
+    with pytest.raises(ValueError, match=r"serves tensors on a Hopper GPU$"):
+        prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
+
+
+def test_strides_that_the_copy_engine_takes() -> None:
+    whole = torch.zeros(2, 64, 4, 128, dtype=torch.float16)
+    shared = shared_arguments(whole, whole, None, CAUSAL, None, None, None, None)
+
+    def refused(x: torch.Tensor) -> bool:
+        return "contiguous" in hopper.refusal(x, x, shared, False, False)
+
+    assert not refused(whole)
+    assert not refused(whole.transpose(1, 2))
+    assert not refused(whole[:1].as_strided((1, 4, 64, 128), (3, 128, 512, 1)))  # one batch element: any stride
+    assert refused(whole[:, :, :1].expand(2, 64, 4, 128))
+    assert refused(torch.zeros(2, 4, 128, 64, dtype=torch.float16).mT)
+    assert refused(torch.zeros(2, 4, 64, 129, dtype=torch.float16)[..., 1:])
+    assert refused(torch.zeros(2, 4, 64, 130, dtype=torch.float16)[..., :128])
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "expected"),
+    [
+        ((4, 16, 4096, 64), False, True),
+        ((4, 16, 4096, 64), True, True),
+        ((1, 9, 8192, 64), False, False),  # 288 blocks on 132 processors: a third round for a few
+        ((1, 9, 8192, 64), True, True),  # long blocks go with short ones
+        ((1, 9, 4096, 64), True, False),
+        ((1, 16, 1024, 64), False, False),
+    ],
+)
+def test_it_pays_with_rows_for_all_of_the_card(
+    shape: tuple[int, ...], causal: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "_processors", lambda _: 132)
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+    q = torch.empty(shape, device="meta")
+    assert hopper.pays(q, causal) is expected
+    monkeypatch.setattr(hopper, "RUN_WITH", ())
+    assert not hopper.pays(q, causal)
+
+
+COMPILE = """
+import torch, triton
+from triton._utils import canonicalize_dtype
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from sharpmax.torch.triton import hopper, hopper_kernel
+
+def type_of(name, q, k):
+    if name.endswith("_desc"):
+        made = k if name == "k_desc" else q
+        return f"tensordesc<{canonicalize_dtype(made.base.dtype)}{made.block_shape},{made.layout!r}>"
+    if name.startswith("out_"):
+        return "*i32" if name == "out_count" else "*fp32"
+    return "i32" if name in hopper_kernel.WHOLE_NUMBERS else "constexpr" if name.isupper() else "fp32"
+
+for width, dtype, causal in ((128, torch.bfloat16, True),):
+    x = torch.zeros(1, 1, 256, width, dtype=dtype)
+    q, k = hopper._descriptor(x, hopper_kernel.LINES.value), hopper._descriptor(x, hopper_kernel.KEYS.value)
+    kernel = hopper_kernel.hopper_stats_kernel
+    signature = {name: type_of(name, q, k) for name in kernel.arg_names}
+    flags = {"CAUSAL": causal, "EDGES": causal, "POLICY": True, "SCALED_QUERY": True}
+    source = GluonASTSource(kernel, signature, {"STAGES": hopper.STAGES[width], **flags})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert ".target sm_90a" in compiled.asm["ptx"] and "wgmma.mma_async" in compiled.asm["ptx"]
+    print("shared memory", compiled.metadata.shared)
+"""
+
+
+def test_it_compiles_for_hopper_without_a_gpu() -> None:
+    pytest.importorskip("triton.experimental.gluon._runtime")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    sizes = [int(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("shared memory")]
+    assert len(sizes) == 1
+    assert max(sizes) <= 227 * 1024  # what a program may have
