@@ -157,6 +157,37 @@ def test_an_unknown_name_is_answered_with_those_that_there_are(monkeypatch: pyte
     assert "\n" not in str(error.value)
 
 
+def test_a_hub_out_of_reach_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(weights, "_hub_answers", lambda: False)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=r"got 'someone/no-such-model': ") as error:
+        weights.load("someone/no-such-model")
+    assert "\n" not in str(error.value)
+    assert weights.reach(tmp_path) == {}
+
+
+def test_a_name_that_is_not_known_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights._hub_answers.cache_clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr(weights, "getproxies", dict)
+    assert weights.reach("someone/model") == {"local_files_only": True}
+    weights._hub_answers.cache_clear()
+    monkeypatch.setattr(weights, "getproxies", lambda: {"https": "http://proxy.invalid"})
+    assert weights.reach("someone/model") == {}
+    weights._hub_answers.cache_clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert weights.reach("someone/model") == {"local_files_only": True}
+    weights._hub_answers.cache_clear()
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZE)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"its tokenizer is missing or cannot be read$"):
+        weights.load(tmp_path)
+
+
 SIZE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,

@@ -6,16 +6,20 @@ it was made from is there. The cache is the folder that SHARPMAX_CACHE names, el
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from ..extras import require
 
@@ -180,9 +184,11 @@ def load(
     where = str(directory(str(name_or_path)) if str(name_or_path) in MODELS else name_or_path)
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    options = reach(where) | options
     with _explained(str(name_or_path), OSError, ValueError):
-        config = AutoConfig.from_pretrained(where)
-        tokenizer = AutoTokenizer.from_pretrained(where)
+        config = AutoConfig.from_pretrained(where, **reach(where))
+    with _explained(str(name_or_path), OSError, ValueError, said="its tokenizer is missing or cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(where, **reach(where))
     with _explained(str(name_or_path), OSError, RuntimeError, SafetensorError):
         model, found = _auto_class(config).from_pretrained(
             where, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -204,15 +210,41 @@ def _check_whole(name: str, found: dict[str, Any]) -> None:
         raise ValueError(f"expected {name!r} to hold all weights of the model, got no {lost[0]}{more}")
 
 
+def reach(where: str | Path) -> dict[str, Any]:
+    """Options of ``from_pretrained``: not to ask a hub that is out of reach, which takes half a minute of retries.
+
+    What was downloaded before is found all the same.
+    """
+    return {} if Path(where).is_dir() or _hub_answers() else {"local_files_only": True}
+
+
+@functools.cache
+def _hub_answers() -> bool:
+    """Whether the hub's name is known here, or to a proxy; it need not be asked for where the user wants no hub."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        return False
+    hub = urlsplit(ENDPOINT)
+    try:
+        return bool(getproxies() or socket.getaddrinfo(hub.hostname, hub.port or hub.scheme))
+    except OSError:
+        return False
+
+
 @contextmanager
-def _explained(name: str, *errors: type[Exception]) -> Iterator[None]:
-    """What transformers says over many lines when there is no such model, or part of one, in one sentence."""
+def _explained(name: str, *errors: type[Exception], said: str = "") -> Iterator[None]:
+    """What transformers says over many lines when there is no such model, or part of one, in one sentence.
+
+    ``said`` is what to say in the place of its first line.
+    """
     try:
         yield
     except errors as error:
+        said = said or str(error).strip().splitlines()[0]
         raise ValueError(
             f"expected a packaged model ({', '.join(MODELS)}), a folder with a model's weights and tokenizer, or a "
-            f"model on the Hugging Face hub that can be reached, got {name!r}: {str(error).strip().splitlines()[0]}"
+            f"model on the Hugging Face hub that can be reached, got {name!r}: {said}"
         ) from error
 
 
