@@ -1,4 +1,4 @@
-"""Figure 8 from made-up evaluations: tests against SciPy, repeats counted once, files, refusals, drawing again."""
+"""Figure 8 from made-up evaluations: repeats counted once, files, refusals, drawing again."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats
 
 from sharpmax.__main__ import main
 from sharpmax.core.policies import PAPER, PAPER_HELD, Constant, LogLength
 from sharpmax.inputs import InputError
 from sharpmax.paper import EXHIBITS, Exhibit, fig8, report
-from sharpmax.paper.fig8_views import findings, points, title
-from sharpmax.paper.paired import Pairs, holm, intervals, mcnemar
+from sharpmax.paper.fig8_views import BLUE, FAINT, draw, findings, markdown, points, title
+from sharpmax.paper.paired import holm
 from sharpmax.tasks.clrs_text import ALGORITHMS, Split
 from sharpmax.tasks.clrs_text import evaluation as upstream
+from sharpmax.tasks.clrs_text.benchmark import TRAINING_SIZES
 from sharpmax.tasks.clrs_text.outcomes import Description, summarise
 
 Chance = Callable[[str, int], float]
@@ -89,60 +91,9 @@ def saved(folder: Path, **evaluations: Any) -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 0), (0, 5), (5, 0), (3, 3), (1, 9), (40, 61), (900, 1000)])
-def test_mcnemar_is_scipys_binomial_test(first: int, second: int) -> None:
-    expected = stats.binomtest(first, first + second).pvalue if first + second else 1.0
-    assert mcnemar(first, second) == pytest.approx(expected, rel=1e-9)
-    assert mcnemar(first, second) == mcnemar(second, first)
-
-
-def test_a_p_value_too_small_for_float_is_zero() -> None:
-    assert mcnemar(0, 3000) == 0.0
-    assert 0 < mcnemar(0, 1000) < 1e-300
-
-
-def test_holm_rejects_what_the_step_down_procedure_rejects() -> None:
-    drawn = np.random.default_rng(0)
-    for _ in range(50):
-        p = (drawn.random(9) ** 3).tolist()
-        level = float(drawn.uniform(0.01, 0.3))
-        rejected: list[float] = []
-        for rank, value in enumerate(sorted(p)):
-            if value > level / (len(p) - rank):
-                break
-            rejected.append(value)
-        assert sorted(x for x, held in zip(p, holm(p), strict=True) if held <= level) == rejected
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([]) == []
-    assert holm([0.9, 0.8]) == [1.0, 1.0]
-
-
-def test_intervals_are_those_of_resampled_samples() -> None:
-    groups = [Pairs(200, 20, 40, 100), Pairs(50, 5, 0, 45)]
-    values = [np.repeat([1, -1, 0], [g.second, g.first, g.n - g.first - g.second]) for g in groups]
-    found = intervals(groups)
-    for name, statistic in (("groups", _mean_of_means), ("samples", _overall)):
-        wide = stats.norm.ppf(0.975) * _error(name, values)
-        assert found[name] == pytest.approx((statistic(values) - wide, statistic(values) + wide), abs=0.004)
-    assert found == intervals(groups)
-
-
-def _mean_of_means(values: list[np.ndarray]) -> float:
-    return float(np.mean([v.mean() for v in values]))
-
-
-def _overall(values: list[np.ndarray]) -> float:
-    return float(np.concatenate(values).mean())
-
-
-def _error(name: str, values: list[np.ndarray]) -> float:
-    weights = [1 / len(values) / len(v) if name == "groups" else 1 / sum(map(len, values)) for v in values]
-    return float(np.sqrt(sum(w**2 * len(v) * v.var() for w, v in zip(weights, values, strict=True))))
-
-
 def test_pairs_are_by_sample_and_repeats_count_once(two: dict[str, Any]) -> None:
     content = fig8.data(two)
-    for part, inside in (("in", True), ("out", False)):
+    for part in ("in", "out", "beyond"):
         for algorithm, row in content["comparisons"]["adaptive"][part]["algorithms"].items():
             counts, seen = np.zeros((2, 2), int), set[tuple[int, str]]()
             for size, entry in two["baseline"]["algorithms"][algorithm]["sizes"].items():
@@ -152,7 +103,13 @@ def test_pairs_are_by_sample_and_repeats_count_once(two: dict[str, Any]) -> None
                     new = tag not in seen
                     seen.add(tag)
                     a, b = entry["final"][seed][i], other["final"][seed][i]
-                    if new and a != "-" and entry["in_distribution"] == inside:
+                    trained = TRAINING_SIZES[algorithm]
+                    inside = {
+                        "in": int(size) in trained,
+                        "out": int(size) not in trained,
+                        "beyond": int(size) > max(trained),
+                    }
+                    if new and a != "-" and inside[part]:
                         counts[int(a), int(b)] += 1
             assert (row["n"], row["baseline_alone"], row["alone"]) == (counts.sum(), counts[1, 0], counts[0, 1])
             assert row["right"] == counts[:, 1].sum()
@@ -178,6 +135,43 @@ def test_an_algorithm_whose_questions_repeat_at_every_size_is_not_out_of_distrib
     assert list(content["out"]["algorithms"]) == ["minimum"]
 
 
+def test_a_trained_model_is_named_and_what_its_training_took_is_told(two: dict[str, Any]) -> None:
+    evaluations = copy.deepcopy(two)
+    for name, found in evaluations.items():
+        step = 0.5 if name == "baseline" else 0.6
+        policy = None if name == "baseline" else PAPER.to_dict()
+        found["training"] = {
+            "settings": {"policy": policy, "model": "somewhere/tiny-llm"}, "start": "a", "processes": 1, "sizes": {},
+            "counts": {"tokens": 1_000_000}, "median_step_seconds": step, "median_tokens_per_second": 4000.0,
+            "peak_memory_bytes": 3 * 2**30, "curve": {"step": [1, 2], "tokens": [1, 2], "loss": [2.0, 1.25]},
+        }  # fmt: skip
+    content = fig8.data(evaluations)
+    assert "size: tiny-llm (softmax) and tiny-llm (adaptive temperature)." in content["caption"]
+    rows = [line.split(" | ") for line in markdown(content).splitlines() if "| tiny-llm |" in line]
+    assert [row[4:9] for row in rows] == [
+        ["4,000", "500.0", "1.00x", "3.0", "1.2500"],
+        ["4,000", "600.0", "1.20x", "3.0", "1.2500"],
+    ]
+    assert content["variants"]["adaptive"]["training"]["curve"]["loss"] == [2.0, 1.25]
+    traced = two["baseline"]["trace_accuracy"]
+    assert f"{traced['in_distribution']:.1%}, {traced['out_of_distribution']:.1%}" in rows[0]
+
+
+def test_lines_are_faint_where_few_samples_fit(two: dict[str, Any]) -> None:
+    content = copy.deepcopy(fig8.data(two))
+    assert content["algorithms"]["quicksort"]["too_long"][-1] == 12
+    assert content["algorithms"]["minimum"]["too_long"][-1] == 0
+    content["algorithms"]["minimum"]["too_long"][-2:] = [100, 100]
+    figure = Figure(layout="constrained")
+    draw(figure, content)
+    panel = next(axis for axis in figure.axes if axis.get_title(loc="left") == "minimum")
+    blue = [line for line in panel.lines if line.get_color() == BLUE]
+    assert [line.get_alpha() for line in blue] == [FAINT, None]
+    sizes = content["algorithms"]["minimum"]["sizes"]
+    assert list(blue[0].get_xdata()) == sizes  # pyright: ignore[reportArgumentType]
+    assert [x for x in blue[1].get_xdata() if x == x] == sizes[:-2]  # pyright: ignore
+
+
 def test_curves_are_means_and_deviations_over_seeds(two: dict[str, Any]) -> None:
     entry = fig8.data(two)["algorithms"]["quicksort"]
     rows = two["adaptive"]["algorithms"]["quicksort"]["sizes"]
@@ -200,7 +194,7 @@ def test_files_of_three_variants_and_the_page(two: dict[str, Any], tmp_path: Pat
     ]  # fmt: skip
     assert set(content["comparisons"]) == {"adaptive", "also"}
     assert content["findings"] == findings(content)
-    assert len(content["findings"]) == 5
+    assert len(content["findings"]) == 7
     for sentence in content["findings"]:
         assert sentence in content["caption"]
         assert sentence in paths[3].read_text()
@@ -288,14 +282,16 @@ def test_other_mistakes_are_one_sentence(two: dict[str, Any], tmp_path: Path) ->
     (tmp_path / "begun" / "cells").mkdir(parents=True)
     with pytest.raises(InputError, match="whose evaluation is not complete"):
         fig8.run(tmp_path, baseline=tmp_path / "begun", adaptive=paths["adaptive"])
-    (paths["baseline"] / "evaluation.json").write_text("{")
-    with pytest.raises(InputError, match="is not an evaluation, or is damaged"):
-        fig8.run(tmp_path, **paths)
+    older = {key: value for key, value in two["baseline"].items() if key != "trace_accuracy"}
+    for text in ("{", json.dumps(older)):
+        (paths["baseline"] / "evaluation.json").write_text(text)
+        with pytest.raises(InputError, match="is not an evaluation, or is damaged: evaluate again"):
+            fig8.run(tmp_path, **paths)
 
 
 def trained(policy: Any, *, tokens: int = 100) -> dict[str, Any]:
     """What an evaluation tells of a training run."""
-    settings = {"policy": policy and policy.to_dict(), "tokens": tokens, "seed": 0}
+    settings = {"policy": policy and policy.to_dict(), "tokens": tokens, "seed": 0, "model": "tiny"}
     return {"settings": settings, "sizes": {}, "start": "a", "processes": 1}
 
 

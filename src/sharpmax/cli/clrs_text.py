@@ -87,7 +87,9 @@ def train(
     settings: Annotated[Path | None, typer.Option(help="A JSON file with settings; options come before it.")] = None,
     tokens: Annotated[int | None, typer.Option(help="To train on, padding included; by default 100 million.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences in a step, over all processes; by default 64.")] = None,
-    micro: Annotated[int | None, typer.Option(help="Sequences at a time in a process; by default 32.")] = None,
+    micro: Annotated[
+        int | None, typer.Option(help="Sequences at a time in a process; by default 32, or the batch.")
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens in a sequence; by default 2,048.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="The highest; by default 3e-4.")] = None,
     answers_only: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,12 @@ from .paired import Pairs, holm, intervals, mcnemar
 
 NAME = "fig8"
 VARIANTS = ("baseline", "adaptive", "also")
-PARTS = {"in": True, "out": False}
-"""In distribution, which is at sizes of training, and out of it."""
+PARTS: dict[str, Callable[[int, Sequence[int]], bool]] = {
+    "in": lambda size, trained: size in trained,
+    "out": lambda size, trained: size not in trained,
+    "beyond": lambda size, trained: size > max(trained, default=0),
+}
+"""In distribution, which is at sizes of training, out of it, and the part of that which is larger than any of them."""
 
 NEEDED = ("--baseline", "--adaptive")
 
@@ -37,6 +41,7 @@ def data(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
                 "training_sizes": entry["training_sizes"],
                 "sizes": [int(size) for size in entry["sizes"]],
                 "n": [row["n"] for row in entry["sizes"].values()],
+                "too_long": [row["too_long"] for row in entry["sizes"].values()],
                 "curves": {
                     name: _curve(found["algorithms"][algorithm]["sizes"].values())
                     for name, found in evaluations.items()
@@ -45,7 +50,7 @@ def data(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             for algorithm, entry in first["algorithms"].items()
         },
         "comparisons": {
-            name: {part: comparison(first, found, inside) for part, inside in PARTS.items()}
+            name: {part: comparison(first, found, part) for part in PARTS}
             for name, found in evaluations.items()
             if name != "baseline"
         },
@@ -93,14 +98,18 @@ def _variant(found: Mapping[str, Any]) -> dict[str, Any]:
     """What the exhibit tells of a model."""
     training, policy = found["training"], found["model"]["policy"]
     before = None if training is None else _rules(training["settings"]["policy"])
+    named = {} if training is None else {"name": Path(training["settings"]["model"]).name}
     return {
         "label": label(policy),
         "trained_as": None if training is None else label(before),
         "as_trained": None if training is None else before == policy,
         **found["model"],
+        **named,
         "training": None if training is None else {key: training[key] for key in training if key != "sizes"},
         "accuracy": found["accuracy"],
+        "trace_accuracy": found["trace_accuracy"],
         "throughput": found["throughput"],
+        "measured_by": found.get("measured_by"),
     }
 
 
@@ -125,13 +134,13 @@ def _number(value: float | None) -> float | None:
     return None if value is None else numbers(value)
 
 
-def comparison(first: Mapping[str, Any], second: Mapping[str, Any], inside: bool) -> dict[str, Any]:
-    """Two models on the same samples, algorithm by algorithm, at sizes of training or at the others.
+def comparison(first: Mapping[str, Any], second: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Two models on the same samples, algorithm by algorithm, at sizes of one of the :data:`PARTS`.
 
     A question that repeats counts once. Algorithms without samples of the kind are not in it.
     """
     counted = {
-        algorithm: pairs_of(entry["sizes"], second["algorithms"][algorithm]["sizes"], inside)
+        algorithm: pairs_of(entry, second["algorithms"][algorithm], part)
         for algorithm, entry in first["algorithms"].items()
     }
     counted = {algorithm: pairs for algorithm, pairs in counted.items() if pairs.n}
@@ -171,13 +180,14 @@ def _total(groups: Sequence[Pairs]) -> dict[str, Any]:
     }
 
 
-def pairs_of(first: Mapping[str, Any], second: Mapping[str, Any], inside: bool) -> Pairs:
+def pairs_of(first: Mapping[str, Any], second: Mapping[str, Any], part: str) -> Pairs:
     """Samples of one algorithm that both models were asked, a repeated question once."""
     counts = dict.fromkeys(("00", "01", "10", "11"), 0)
-    for size, row in first.items():
-        if row["in_distribution"] != inside:
+    for size, row in first["sizes"].items():
+        if not PARTS[part](int(size), first["training_sizes"]):
             continue
-        for ours, theirs, distinct in zip(row["final"], second[size]["final"], row["distinct"], strict=True):
+        replies = zip(row["final"], second["sizes"][size]["final"], row["distinct"], strict=True)
+        for ours, theirs, distinct in replies:
             for a, b, new in zip(ours, theirs, distinct, strict=True):
                 if new == "1" and LEFT_OUT not in (a, b):
                     counts[a + b] += 1

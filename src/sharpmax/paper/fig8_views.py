@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,13 @@ RED = "#C8102E"
 COLORS = {"baseline": BLUE, "adaptive": RED, "also": GREEN}
 WORDS = {"baseline": "Blue", "adaptive": "Red", "also": "Green"}
 SIGNIFICANT = 0.05
-PARTS = {"in": "in distribution", "out": "out of distribution"}
+PARTS = {
+    "in": "in distribution",
+    "out": "out of distribution",
+    "beyond": "at sizes larger than any of training",
+}
+IN_PANELS = ("in", "out")
+FAINT = 0.35
 SIGNED = "\N{MINUS SIGN}"
 
 TITLES = {
@@ -43,8 +50,9 @@ CAPTION = (
     "Exact match of the final answer on CLRS-Text ({traces}) against size: {models}. {colors} {training} Greedy "
     "answers to {samples} samples of each size for each of {seeds} seeds, the same ones for every model; lines are "
     "means and bands standard deviations over the seeds. "
-    "Dotted: sizes of training. Only samples that fit {length:,} tokens are asked. The numbers in a panel are the "
-    "differences from the baseline, in points, at sizes of training and at other sizes, a question that repeats "
+    "Dotted: sizes of training. Only samples that fit {length:,} tokens are asked; lines are faint where fewer than "
+    "half of them do, which are then the ones with the shortest traces. The numbers in a panel are the differences "
+    "of the red curve from the blue, in points, at sizes of training and at other sizes, a question that repeats "
     "counted once; a star means p < 0.05 (McNemar's exact test, Holm's correction over the algorithms). {findings}"
 )
 
@@ -161,6 +169,8 @@ def _panel(axis: Axes, algorithm: str, data: Mapping[str, Any]) -> None:
     for size in entry["training_sizes"]:
         if left <= size <= right:
             axis.axvline(size, color=GREY, linestyle=(0, (1, 1.5)), linewidth=0.6, zorder=0.5)
+    many = [entry["n"][i] >= entry["too_long"][i] for i in there]
+    few = not all(many)
     for name, curve in entry["curves"].items():
         mean = [100 * curve["accuracy"][i] for i in there]
         deviation = [100 * (curve["deviation"][i] or 0) for i in there]
@@ -168,14 +178,20 @@ def _panel(axis: Axes, algorithm: str, data: Mapping[str, Any]) -> None:
         axis.fill_between(sizes, low, high, color=COLORS[name], alpha=0.18, linewidth=0)
         marker = "o" if len(sizes) <= 10 else ""
         width = 2.2 if name == "baseline" else 1.0  # seen behind a curve that covers it
-        axis.plot(sizes, mean, color=COLORS[name], linewidth=width, marker=marker, markersize=1.8 * width)
+        style: dict[str, Any] = {"color": COLORS[name], "linewidth": width, "marker": marker, "markersize": 1.8 * width}
+        axis.plot(sizes, mean, **style, alpha=FAINT if few else 1.0)
+        if few:
+            axis.plot(
+                *([x if fits else math.nan for x, fits in zip(line, many, strict=True)] for line in (sizes, mean)),
+                **style,
+            )
     _differences(axis, algorithm, data)
 
 
 def _differences(axis: Axes, algorithm: str, data: Mapping[str, Any]) -> None:
     """The differences between adaptive temperature and the baseline, in the corner with fewer points of curves."""
     texts = []
-    for part in PARTS:
+    for part in IN_PANELS:
         row = data["comparisons"]["adaptive"][part]["algorithms"].get(algorithm)
         if row is not None:
             texts.append(f"{part} {points(row['difference'])}{'*' if row['p_holm'] < SIGNIFICANT else ''}")
@@ -262,9 +278,14 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _models(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = _head(["", "model", "parameters", "trained on tokens", "at tokens/s", "generated tokens/s", "samples/s"])
+    """What was trained, how fast, in how much memory, to what loss; and how fast it answers."""
+    head = ["", "model", "parameters", "trained on tokens", "at tokens/s", "ms a step", "step against softmax", "GiB"]
+    lines = _head([*head, "last loss", "traces right, in and out of distribution", "generated tokens/s", "samples/s"])
+    plain = (variants["baseline"]["training"] or {}).get("median_step_seconds")
     for variant in variants.values():
         speed, training = variant["throughput"], variant["training"] or {}
+        step, memory = training.get("median_step_seconds"), training.get("peak_memory_bytes")
+        losses = training.get("curve", {}).get("loss")
         lines.append(
             _line(
                 [
@@ -273,6 +294,11 @@ def _models(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
                     f"{variant['parameters']:,}",
                     _count(training.get("counts", {}).get("tokens")),
                     _count(training.get("median_tokens_per_second")),
+                    "-" if step is None else f"{1000 * step:.1f}",
+                    "-" if step is None or plain is None else f"{step / plain:.2f}x",
+                    "-" if memory is None else f"{memory / 2**30:.1f}",
+                    f"{losses[-1]:.4f}" if losses else "-",
+                    ", ".join("-" if x is None else f"{x:.1%}" for x in variant["trace_accuracy"].values()),
                     _count(speed["generated_tokens_per_second"]),
                     _count(speed["samples_per_second"]),
                 ]

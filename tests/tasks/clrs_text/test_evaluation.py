@@ -50,7 +50,8 @@ def test_answers_are_scored_sample_by_sample(model: Any, encoder: Encoder, tmp_p
     assert shown[-1] == (48, 48)
     assert [done for done, _ in shown] == sorted(done for done, _ in shown)
     saved = json.loads((tmp_path / "evaluation.json").read_text())
-    assert {k: v for k, v in saved.items() if k != "provenance"} == report
+    assert {k: v for k, v in saved.items() if k not in ("provenance", "measured_by")} == report
+    assert sum(maker["cells"] for maker in saved["measured_by"]) == 4
     assert saved["provenance"]["versions"]["torch"] == torch.__version__
     assert outcomes.load_evaluation(tmp_path) == saved
 

@@ -37,7 +37,10 @@ def tiny(tmp_path) -> Settings:
         ({"sizes": "four"}, "expected sizes to be whole numbers"),
         ({"tokens": 0}, "expected tokens to be at least 1, got 0"),
         ({"precision": "fp8"}, "expected precision to be one of auto, bf16, float32, got 'fp8'"),
-        ({"batch": 5, "micro": 2}, "expected the batch to be a multiple of 2 sequences on each of 1 processes, got 5"),
+        (
+            {"batch": 5, "micro": 2},
+            "expected the batch to be a multiple of 2 sequences on each of 1 processes, got 5; a",
+        ),
         ({"minutes": 0.0}, "expected more than 0 minutes, got 0"),
         ({"minutes": float("nan")}, "expected more than 0 minutes, got nan"),
         ({"algorithms": ","}, "expected names with commas between them, got ','"),
@@ -134,3 +137,9 @@ def test_the_learning_rate_rises_and_falls():
     assert rates[55] == pytest.approx((2.0 + 0.5) / 2)
     assert rates[100] == pytest.approx(0.5)
     assert rate_at(0, 1, peak=2.0, warmup=0.0, final=0.1) == 2.0
+
+
+def test_no_more_sequences_at_a_time_than_in_a_batch():
+    assert Settings(batch=16).micro == 16
+    assert Settings(batch=16).accumulation(1) == 1
+    assert Settings(batch=64).micro == 32

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...core.files import write_bytes, write_text
-from ...provenance import provenance
+from ...provenance import makers, provenance
 from .benchmark import Split
 from .benchmark import evaluation as upstream_set
 from .cells import Asked, Cell, is_whole, made_samples
@@ -105,7 +105,8 @@ def evaluate(
     work.run(plan, done)
     cells = {cell: done[cell] for cell in plan}
     report = summarise(cells, described, settings.split, settings.length, training)
-    write_text(out / "evaluation.json", json.dumps(report | {"provenance": work.provenance}, indent=1) + "\n")
+    made = {"measured_by": makers(cell["provenance"] for cell in cells.values()), "provenance": work.provenance}
+    write_text(out / "evaluation.json", json.dumps(report | made, indent=1) + "\n")
     return report
 
 

@@ -165,7 +165,8 @@ def find_encoder(model: str, *, begin: bool | None = None) -> Encoder:
 
     known = weights.MODELS.get(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model if known is None else weights.directory(model))
+        where = model if known is None else weights.directory(model)
+        tokenizer = AutoTokenizer.from_pretrained(where, **weights.reach(where))
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer was found for {model!r}: {' '.join(str(error).split())}") from None
     return Encoder(tokenizer, begin=(known is not None and known.bos) if begin is None else begin)

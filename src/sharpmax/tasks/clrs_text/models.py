@@ -143,7 +143,7 @@ def _made(config: dict[str, Any], seed: int) -> tuple[PreTrainedModel, PreTraine
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from ...huggingface import register
+    from ...huggingface import register, weights
 
     register()
     fields = dict(config)
@@ -152,7 +152,7 @@ def _made(config: dict[str, Any], seed: int) -> tuple[PreTrainedModel, PreTraine
         tokenizer = character_tokenizer()
     else:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(named)
+            tokenizer = AutoTokenizer.from_pretrained(named, **weights.reach(named))
         except (OSError, ValueError) as error:
             raise ValueError(f"no tokenizer was found for {named!r}: {' '.join(str(error).split())}") from None
     fields.setdefault("vocab_size", len(tokenizer))

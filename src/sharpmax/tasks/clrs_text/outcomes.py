@@ -65,9 +65,12 @@ def summarise(
         "model": described._asdict(),
         "training": training,
         "settings": {"split": split.to_json(), "length": length, "questions": digests.hexdigest()},
-        "accuracy": {
-            "in_distribution": _overall(algorithms, True),
-            "out_of_distribution": _overall(algorithms, False),
+        **{
+            name: {
+                "in_distribution": _overall(algorithms, name, True),
+                "out_of_distribution": _overall(algorithms, name, False),
+            }
+            for name in ("accuracy", "trace_accuracy")
         },
         "throughput": _throughput(cells.values()),
         "algorithms": algorithms,
@@ -129,10 +132,10 @@ def _first(questions: str, seen: set[str]) -> str:
     return "".join(marks)
 
 
-def _overall(algorithms: Mapping[str, Any], inside: bool) -> float | None:
+def _overall(algorithms: Mapping[str, Any], name: str, inside: bool) -> float | None:
     """The mean over the algorithms of the mean over their sizes."""
     means = [
-        _mean([row["accuracy"] for row in entry["sizes"].values() if row["in_distribution"] == inside])
+        _mean([row[name] for row in entry["sizes"].values() if row["in_distribution"] == inside])
         for entry in algorithms.values()
     ]
     return _mean(means)
@@ -166,7 +169,7 @@ def load_evaluation(path: str | Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         found = None
-    if not isinstance(found, dict) or not {"model", "settings", "algorithms"} <= set(found):
+    if not isinstance(found, dict) or not {"model", "settings", "algorithms", "trace_accuracy"} <= set(found):
         raise ValueError(
             f"{path} is not an evaluation, or is damaged: evaluate again, which takes the cells as they are"
         )
@@ -185,6 +188,7 @@ TRAINED = (
     "median_step_seconds",
     "median_tokens_per_second",
     "peak_memory_bytes",
+    "curve",
 )
 """What an evaluation repeats of the report of a training run, beside its settings."""
 

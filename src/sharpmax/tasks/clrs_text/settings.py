@@ -26,7 +26,7 @@ class Settings:
       policy: of every head, as JSON; ``None`` for plain softmax.
       tokens: how many to train on, padding included; the last step may exceed it.
       batch: sequences in a step, over all processes.
-      micro: sequences that a process takes through the model at a time.
+      micro: sequences that a process takes through the model at a time; no more than the batch.
       length: tokens in a sequence.
       learning_rate: the highest.
       warmup: the share of steps in which it rises.
@@ -78,6 +78,7 @@ class Settings:
         for name in ("tokens", "batch", "micro", "checkpoint_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} to be at least 1, got {getattr(self, name)}")
+        object.__setattr__(self, "micro", min(self.micro, self.batch))
         if self.length < 2 or self.workers < 0 or self.seed < 0:
             got = f"{self.length}, {self.workers} and {self.seed}"
             raise ValueError(f"expected sequences of at least 2 tokens, and no negative workers or seed, got {got}")
@@ -104,7 +105,7 @@ class Settings:
         if self.batch % (self.micro * processes):
             raise ValueError(
                 f"expected the batch to be a multiple of {self.micro} sequences on each of {processes} processes, "
-                f"got {self.batch}"
+                f"got {self.batch}; a smaller micro may divide it"
             )
         return self.batch // (self.micro * processes)
 
