@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,14 @@ from sharpmax.diagnostics.sources import MaximumPrompts, Prefixes
 from sharpmax.theory import dispersion_length
 from tests.browser.webdriver import CHROMIUM, DRIVER, Browser, browser
 from tests.diagnostics.models import Characters, build
+from tests.doc_tables import ROOT
 
 DESK, PHONE = 1200, 390
+LABELS_OUT = """(box => [...document.querySelectorAll('#curves svg text')]
+.filter(t => (b => b.left < box.left - 0.5 || b.right > box.right + 0.5)(t.getBoundingClientRect()))
+.map(t => t.textContent)
+)(document.querySelector('#curves svg').getBoundingClientRect())"""
+"""Labels of the curves that are cut off."""
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver (Debian: chromium, chromium-driver)"
@@ -249,6 +256,7 @@ def test_everything_fits(chromium: Browser, page: Path, width: int) -> None:
     assert left >= 0
     assert left + wide <= width
     assert wide > 300
+    assert chromium.evaluate(LABELS_OUT) == []
     tables = chromium.evaluate("[...document.querySelectorAll('.scroll')].map(s => s.scrollWidth - s.clientWidth)")
     assert tables == [0, 0, 0]
 
@@ -259,6 +267,16 @@ def test_dark(chromium: Browser, page: Path) -> None:
         chromium.open(page, DESK, dark=dark)
         colour = chromium.evaluate("getComputedStyle(document.body).backgroundColor")
         assert least <= sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(","))) <= most
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_a_length_of_many_digits_fits(chromium: Browser, tmp_path: Path, width: int) -> None:
+    data = json.loads((ROOT / "results/diagnose/gemma-3-270m-131072/diagnosis.json").read_text(encoding="utf-8"))
+    chromium.open(write(tmp_path, data)[0], width)
+    labels = chromium.evaluate("[...document.querySelectorAll('#curves svg text')].map(t => t.textContent)")
+    assert {"4,096", "131,072"} <= set(labels)
+    assert chromium.evaluate(LABELS_OUT) == []
 
 
 def test_no_head_loses_sharpness(found: Diagnosis) -> None:
@@ -294,7 +312,8 @@ def test_one_length_without_attention_rows(chromium: Browser, tmp_path: Path) ->
     page = write(tmp_path, {**found.data, "attention": None})[0]
     chromium.open(page, DESK)
     assert chromium.messages() == []
-    assert chromium.evaluate("document.querySelector('#row-part')") is None
+    assert "Not kept" in text(chromium, "#row-part")
+    assert chromium.evaluate("document.querySelector('#row-title')") is None
     assert chromium.evaluate("document.querySelectorAll('#curves circle.dot').length") == 3
     assert chromium.evaluate("document.querySelectorAll('#curves circle.chosen').length") == 1
     assert not chromium.evaluate("document.querySelector('[name=rank]').checkVisibility()")

@@ -150,7 +150,7 @@ def test_policies_that_are_idle_stay_so() -> None:
     assert torch.equal(inside, outside)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_checkpoints_are_counted_once(reentrant: bool) -> None:
     model, inputs = build("llama").train(), batch("")
     with record(model) as plain:

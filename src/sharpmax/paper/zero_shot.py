@@ -91,7 +91,7 @@ def _panel(axis: Axes, data: Mapping[str, Any], task: str) -> None:
     lacking = [n for n in asked if all(n != size for size, _ in cells)]
     if lacking:
         place, turned = math.sqrt(lacking[0] * lacking[-1]), 90 if cells else 0
-        _note(axis, place, "not measured yet", rotation=turned, color=GREY)
+        _note(axis, place, "not measured", rotation=turned, color=GREY)
 
 
 def _note(axis: Axes, size: float, text: str, rotation: float, color: str) -> None:

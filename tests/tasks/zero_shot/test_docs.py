@@ -38,14 +38,20 @@ def added(model: str, policy: str) -> list[float]:
     return [100 * (end(ratios(model, policy)) - 1) for end in (min, max)]
 
 
-def instead(task: str, policy: str, what: str, size: int, digits: int = 0) -> str:
-    """What SmolLM2 has with a policy, and without."""
-    with_it, without = (numbers(SMOLLM, task, name, what)[size] for name in (policy, "off"))
+def instead(task: str, policy: str, what: str, size: int, digits: int = 0, model: str = SMOLLM) -> str:
+    """What a model has with a policy, and without."""
+    with_it, without = (numbers(model, task, name, what)[size] for name in (policy, "off"))
     return f"{with_it:.{digits}f} instead of {without:.{digits}f}"
 
 
-def nats(task: str, policy: str, size: int) -> str:
-    return instead(task, policy, "answer_nll", size, 2).replace(" instead", " nats instead")
+def nats(task: str, policy: str, size: int, model: str = SMOLLM) -> str:
+    return instead(task, policy, "answer_nll", size, 2, model).replace(" instead", " nats instead")
+
+
+def shifted(model: str) -> float:
+    """How far rounding alone (``log_context`` within the context) moves the mean log-probability of needles."""
+    plain, same = (numbers(model, "needle", policy, "answer_nll") for policy in ("off", "log_context"))
+    return max(abs(plain[n] - same[n]) for n in plain if n <= results(model)["context"])
 
 
 def rounding() -> str:
@@ -65,8 +71,6 @@ def smollm_phrases() -> list[str]:
     low, high = added(SMOLLM, "paper_sharp")
     lists, sharp = (numbers(SMOLLM, "maximum", policy, "right") for policy in ("off", "paper_sharp"))
     held = numbers(SMOLLM, "needle", "held", "right")[8192]
-    plain, same = (numbers(SMOLLM, "needle", policy, "answer_nll") for policy in ("off", "log_context"))
-    shifted = max(abs(plain[n] - same[n]) for n in plain if n <= results(SMOLLM)["context"])
     return [
         rounding(),
         f"perplexity {instead('perplexity', 'paper', 'perplexity', 512, 2)} at 512 tokens, and "
@@ -79,7 +83,7 @@ def smollm_phrases() -> list[str]:
         f"at most {added(SMOLLM, 'log_512_sharp')[1]:.1f} % above that without",
         f"{instead('needle', 'log_512_sharp', 'right', 8192)} needles at 8,192",
         f"({nats('needle', 'log_512_sharp', 4096)} at 4,096, {nats('needle', 'log_512_sharp', 8192)} at 8,192; "
-        f"rounding moves these by up to {shifted:.3f})",
+        f"rounding moves these by up to {shifted(SMOLLM):.3f})",
         f"({instead('perplexity', 'log_512', 'perplexity', 8192, 2)} at 8,192)",
         f"right in {lists[4]} % of lists of 4 and {lists[8]} % of lists of 8",
         f"(perplexity {perplexities(SMOLLM, 'off')[16384]:,.0f})",
@@ -88,12 +92,31 @@ def smollm_phrases() -> list[str]:
 
 def gemma_phrases() -> list[str]:
     needles = {policy: numbers(GEMMA, "needle", policy, "right") for policy in results(GEMMA)["policies"]}
-    plain, same, longer = needles["off"], needles["log_context"], needles["log_512"]
+    plain, paper = needles["off"], needles["paper"]
+    whole, held = ratios(GEMMA, "paper"), ratios(GEMMA, "held")
+    low, high = added(GEMMA, "paper_sharp")
+    moved = max(map(abs, added(GEMMA, "log_context")))
+    lists = (numbers(GEMMA, "maximum", policy, "right") for policy in ("off", "log_context"))
+    answers = max(abs(a - b) for a, b in zip(*(x.values() for x in lists), strict=True))
+    sharp = [nats("needle", "paper_sharp", n, GEMMA) for n in (512, 4096, 16384, 32768)]
+    beyond = perplexities(GEMMA, "log_context")[65536] / perplexities(GEMMA, "off")[65536] - 1
     return [
-        f"{needles['paper'][4096]} of 50 at 4,096 tokens, where the model as it is finds all {plain[4096]}. "
-        f"Range-safe it finds {needles['held'][4096]}:",
-        f"finds {longer[32768]} at 32,768",
-        f"but for rounding, finds {same[32768]}.",
+        f"moves the perplexity by up to {moved:.1f} %, answers of lists by {answers} of 50, and the mean "
+        f"log-probability of needles by up to {shifted(GEMMA):.3f} nats",
+        f"multiplies perplexity by {min(whole):.1f} to {max(whole):.1f} (range-safe {min(held):.1f} to "
+        f"{max(held):.1f}), and of 50 needles it finds {paper[512]} at 512 tokens, {paper[4096]} at 4,096 and "
+        f"{paper[32768]} at 32,768, where the model as it is finds {plain[512]}, {plain[4096]} and {plain[32768]}.",
+        f"{sharp[0]} at 512 tokens, {sharp[1]} at 4,096, {sharp[2]} at 16,384, {sharp[3]} at 32,768.",
+        f"{needles['paper_sharp'][2048]} are found instead of {plain[2048]} at 2,048 tokens, "
+        f"{needles['paper_sharp'][16384]} instead of {plain[16384]} at 16,384.",
+        f"Perplexity rises by {low:.0f} to {high:.0f} %, more than in SmolLM2",
+        f"less probable at every size ({nats('maximum', 'paper_sharp', 4, GEMMA)} at 4 items)",
+        f"it adds up to {added(GEMMA, 'log_512_sharp')[1]:.1f} % to the perplexity",
+        f"({nats('needle', 'log_512_sharp', 16384, GEMMA)} at 16,384)",
+        f"it adds up to {added(GEMMA, 'log_512')[1]:.1f} % and finds {needles['log_512'][32768]} needles at 32,768 "
+        f"tokens instead of {plain[32768]}",
+        f"{100 * numbers(GEMMA, 'maximum', 'off', 'right')[4] / 50:.0f} % of lists of 4.",
+        f"`log_context` by {100 * beyond:.1f} %",
     ]
 
 
@@ -107,12 +130,23 @@ def test_the_text_says_what_the_results_say(phrase: str) -> None:
     assert phrase in " ".join(PAGE.split())
 
 
-def test_beyond_its_context_every_policy_harms_smollm2() -> None:
-    beyond = {policy: perplexities(SMOLLM, policy)[16384] for policy in results(SMOLLM)["policies"]}
+@pytest.mark.parametrize(("model", "size"), [(SMOLLM, 16384), (GEMMA, 65536)])
+def test_beyond_its_context_every_policy_harms(model: str, size: int) -> None:
+    beyond = {policy: perplexities(model, policy)[size] for policy in results(model)["policies"]}
     assert min(beyond, key=lambda policy: beyond[policy]) == "off"
 
 
-def test_what_is_said_of_gemmas_needles_at_many_lengths_holds() -> None:
-    needles = {name: numbers(GEMMA, "needle", name, "right") for name in ("off", "paper", "held", "log_512")}
-    assert [needles["log_512"][n] for n in (4096, 8192)] == [needles["off"][n] for n in (4096, 8192)]
-    assert [n for n, found in needles["held"].items() if found < needles["paper"][n]] == [16384]
+def test_what_is_said_of_gemma_at_many_lengths_holds() -> None:
+    policies = ("off", "paper_sharp", "log_512_sharp")
+    plain, paper, slow = (numbers(GEMMA, "needle", name, "answer_nll") for name in policies)
+    assert all(paper[n] < plain[n] for n in plain)
+    assert [n for n in plain if slow[n] > plain[n] + shifted(GEMMA)] == [8192, 16384, 32768]
+    lists, sharper = (numbers(GEMMA, "maximum", name, "answer_nll") for name in ("off", "paper_sharp"))
+    assert all(sharper[n] > lists[n] for n in lists)
+    printed, held = (perplexities(GEMMA, name) for name in ("paper", "held"))
+    assert [n for n in printed if held[n] < printed[n]] == [2048, 4096, 8192, 16384, 32768, 65536]
+
+
+def test_in_smollm2_the_polynomial_makes_needles_less_probable() -> None:
+    plain, paper = (numbers(SMOLLM, "needle", name, "answer_nll") for name in ("off", "paper_sharp"))
+    assert [n for n in plain if n <= 8192 and paper[n] <= plain[n]] == []

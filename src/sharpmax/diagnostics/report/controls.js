@@ -27,7 +27,7 @@ control("#ranking-all", "click", () => { state.all = !state.all; });
 control("#spread-reading", "change", () => {});
 control("#beta", "input", part => { state.beta = Number(part.value); });
 control("#beta-reset", "click", () => { state.beta = null; });
-if (!rows.size) $("#row-part")?.remove();
+if (!rows.size) $("#row-part").replaceChildren($("#row-heading"), element("p", { class: "note" }, "Not kept: rows of inputs as long as these would make the page large."));
 $("#spread-reading").value = state.reading;
 buildMap();
 draw();

@@ -29,7 +29,8 @@ function drawCurves() {
   let free = -Infinity;
   for (const n of lengths) {
     if (X(n) < free) continue;
-    svg.append(element("text", { x: X(n), y: H - M.bottom + 17, "text-anchor": "middle" }, n.toLocaleString("en")));
+    const name = n.toLocaleString("en"), half = 4.2 * name.length; // digits are about 8 wide
+    svg.append(element("text", { x: Math.min(X(n), W - half), y: H - M.bottom + 17, "text-anchor": "middle" }, name));
     free = X(n) + 44;
   }
   svg.append(element("text", { x: (M.left + W - M.right) / 2, y: H - 4, "text-anchor": "middle", class: "title" }, data.source.unit === "items" ? "items in the sequence" : "tokens"));
