@@ -65,6 +65,7 @@ def largest(name: str) -> str:
 
 def phrases() -> list[str]:
     trained = functools.partial(percent, "recall", "trained")
+    late = functools.partial(percent, "second", "trained")
     sharp = SHARP["rows"]["softmax"]["accuracy"][SHARP["sizes"].index(1024)]
     seeds = DATA["tasks"]["recall"]["tables"]["trained"]["rows"]["ssmax"]["accuracy"][DATA["sizes"].index(1024)]
     return [
@@ -92,6 +93,10 @@ def phrases() -> list[str]:
         f"Softmax gets {on('second', 'softmax', 16)} at 16 items, the best {on('second', 'adaptive', 16)} "
         f"(`adaptive`), and {on('second', 'refitted', 256)} is the most at 256",
         f"(`sparsemax` {on('second', 'sparsemax', 16)}, `hard` {on('second', 'hard', 16)})",
+        f"{late('differential', 16)} and {late('selective', 16)} % at the 16 items",
+        f"`asentmax` has most at 256 items, {late('asentmax', 256)} % (softmax {late('softmax', 256)} %), and "
+        f"`differential` at 1,024, {late('differential', 1024)} % (softmax {late('softmax', 1024)} %, "
+        f"`hard` switched on {on('second', 'hard', 1024)})",
         f"softmax has {100 * statistics.fmean(sharp):.1f} % on `max` at 1,024 items",
         f"rounding alone moves means by up to {rounding():.1f} points there",
         f"has {trained('learned', 1024)} % on `recall` at 1,024 items where softmax has {trained('softmax', 1024)} %",
@@ -150,6 +155,9 @@ def test_readings_of_many_rows_hold() -> None:
     )
     assert best_of_all < 0.5  # all are below a half at 2,048
     at = DATA["sizes"].index(1024)
+    late = rows["second"]["trained"]["rows"]
+    for name, n in (("asentmax", 256), ("differential", 1024)):
+        assert name == max(late, key=lambda other, n=n: late[other]["mean"][DATA["sizes"].index(n)])
     best = rows["recall"]["inference"]["rows"]
     assert sorted(best, key=lambda name: -best[name]["mean"][at])[:2] == ["hard", "refitted_held"]
     fitted, fixed = (rows["max"]["inference"]["rows"][name]["mean"] for name in ("refitted_held", "constant"))
