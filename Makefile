@@ -32,11 +32,12 @@ types: $(INSTALLED)
 imports: $(INSTALLED)
 	$(BIN)/lint-imports
 
+# A process of tests for each processor: with threads of torch's own in each, they would wait for one another.
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 thorough: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist worksteal --thorough
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --thorough
 
 reproduce: $(INSTALLED)
 	$(BIN)/sharpmax reproduce all --out $(OUT) $(ARGS)

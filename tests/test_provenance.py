@@ -1,6 +1,7 @@
 """What a result says about where it comes from, and what it must not say."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import sharpmax
 from sharpmax import provenance as module
 from sharpmax.provenance import provenance
 from tests.nested import strings
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_it_is_json_with_device_versions_command_and_time():
@@ -100,3 +103,35 @@ def test_importing_it_imports_no_framework():
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "set()"
+
+
+def _git(*arguments: str, given: str = "") -> str:
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], input=given, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_commits_of_results_are_in_the_history_or_said_to_be_rewritten():
+    if _git("rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("needs a clone with its history")
+    files = [
+        *ROOT.glob("results/**/*.json"),
+        *ROOT.glob("benchmarks/results/*.json"),
+        *ROOT.glob("checkpoints/**/*.json"),
+    ]
+    named = {
+        commit: file
+        for file in files
+        for commit in re.findall(r'"commit": "([^"]*)"', file.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 20
+    rewritten = json.loads((ROOT / "results/commits.json").read_text(encoding="utf-8"))["rewritten"]
+    between = {entry[end] for entry in rewritten for end in ("after", "until")}
+    asked = [*named, *between]
+    kinds = _git("cat-file", "--batch-check=%(objecttype)", given="".join(f"{commit}^{{commit}}\n" for commit in asked))
+    known = {commit for commit, kind in zip(asked, kinds.splitlines(), strict=True) if kind == "commit"}
+    assert between <= known
+    gone = {commit for entry in rewritten for commit in entry["commits"]}
+    assert {commit: file.name for commit, file in named.items() if commit not in known | gone} == {}
+    assert gone <= set(named)

@@ -211,7 +211,7 @@ def test_jax_forward_mode_and_vmap_agree() -> None:
 
 def test_torch_compile_whole_graph_forward_backward_and_dynamic_sizes() -> None:
     compiled = torch.compile(sharpmax.adaptive_temperature_softmax, fullgraph=True)
-    for rows, n in ((5, 40), (6, 40), (3, 24)):
+    for rows, n in ((5, 40), (3, 24), (6, 33)):  # compiled for one shape, for all shapes, and used again
         x = torch.tensor(LOGITS[:rows, :n], dtype=torch.float32, requires_grad=True)
         y = x.detach().clone().requires_grad_()
         got, expected = compiled(x), sharpmax.adaptive_temperature_softmax(y)
