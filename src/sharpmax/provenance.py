@@ -44,13 +44,16 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def makers(provenances: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What made the cells of a result, each once: with the first and the last time, and of how many cells."""
+    """What made the cells of a result, each once: with the first and the last time, and of how many cells.
+
+    A cell whose own time is not known has ``times``, the first and the last of those it was made with.
+    """
     found: dict[str, dict[str, Any]] = {}
     for made in provenances:
-        shared = {name: value for name, value in made.items() if name != "time"}
+        shared = {name: value for name, value in made.items() if name not in ("time", "times")}
         maker = found.setdefault(json.dumps(shared, sort_keys=True), {"cells": 0, "times": [], **shared})
         maker["cells"] += 1
-        maker["times"] = sorted({*maker["times"], made["time"]})
+        maker["times"] = sorted({*maker["times"], *(made["times"] if "times" in made else [made["time"]])})
     for maker in found.values():
         maker["times"] = [maker["times"][0], maker["times"][-1]]
     return sorted(found.values(), key=lambda maker: maker["times"])

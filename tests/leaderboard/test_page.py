@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from sharpmax.leaderboard.entries import TASKS
+from sharpmax.leaderboard.report import assemble
+from sharpmax.leaderboard.settings import load_settings
 from sharpmax.leaderboard.views import tables
 from sharpmax.mechanisms import MECHANISMS
 from sharpmax.tasks.max_retrieval import PRESETS, Protocol
@@ -137,6 +139,14 @@ def test_the_page_holds_every_table_and_says_what_is_missing() -> None:
     assert ("Not complete" in PAGE) == (missing > 0)
     assert not missing or f"{missing} of {wanted} rows trained with a mechanism are missing" in PAGE
     assert all(", trained: " in text and not text.startswith("max/") for text in DATA["missing"])
+
+
+def test_the_report_is_that_of_the_cells() -> None:
+    folder = ROOT / "results" / "leaderboard"
+    settings = load_settings(folder)
+    assert settings is not None
+    made = json.loads(json.dumps(assemble(folder, settings, list(TASKS), list(MECHANISMS))))
+    assert {key: value for key, value in DATA.items() if key != "provenance"} == made
 
 
 @pytest.mark.parametrize("phrase", phrases())
