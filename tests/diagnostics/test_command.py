@@ -75,7 +75,24 @@ def test_prompts_of_a_file_and_the_task(tiny: list[str], tmp_path: Path) -> None
     prompts.write_text("x" * 100)
     *_, path = diagnose_command("gpt2", tmp_path / "d", prompts=prompts).paths  # and with the learned positions
     assert [e["length"] for e in json.loads(path.read_text())["lengths"]] == [64]
-    assert len(tiny) == 4
+    (tmp_path / "texts.jsonl").write_text('"two lines\\nof one"\n"and a second text"\n')
+    *_, path = diagnose_command("llama", tmp_path / "e", prompts=tmp_path / "texts.jsonl", lengths="16,17").paths
+    assert [len(entry["tokens"]) for entry in json.loads(path.read_text())["lengths"]] == [2, 1]
+    assert len(tiny) == 5
+
+
+def test_the_folder_of_a_training_run(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "first"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "config.json").write_text("{}")
+    (run / "checkpoint.json").write_text("{}")
+    with pytest.raises(InputError, match=r"a model whose training is finished, got .*, a run that is not"):
+        diagnose_command(str(run), tmp_path / "out", lengths="2", count=1)
+    (run / "training.json").write_text("{}")
+    monkeypatch.setattr(weights, "load", lambda name, **_: (build("llama"), tiny.append(name) or Characters()))
+    findings, _ = diagnose_command(str(run), tmp_path / "out", lengths="2", count=1)
+    assert findings[0].startswith("first: ")
+    assert tiny == [str(run / "model")]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +121,7 @@ def test_prompts_of_a_file_and_the_task(tiny: list[str], tmp_path: Path) -> None
         ({"text": Path("nowhere.txt")}, "expected a text file, got 'nowhere.txt', which is none"),
         ({"text": Path("{folder}/short.txt"), "lengths": "99"}, "short.txt has 5 bytes, so it has no 99 tokens"),
         ({"prompts": Path("{folder}/empty.txt")}, "expected empty.txt to hold some text"),
+        ({"prompts": Path("{folder}/plain.jsonl")}, "plain.jsonl to be a JSON string, got ['a list']"),
         ({"text": Path("{folder}/latin.txt")}, "to be text in UTF-8"),
         ({"count": 0}, "expected at least one prompt for each length"),
         ({"epsilon": 2.0}, "expected epsilon to be above 0 and at most 1"),
@@ -120,6 +138,7 @@ def test_one_sentence_before_anything_is_loaded(
     (tmp_path / "plain.json").write_text('{"kind": "Constant", "beta": 2}')
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "plain.jsonl").write_text("\"a string\"\n['a list']\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
     given: dict[str, Any] = {
         k: type(v)(str(v).format(folder=tmp_path)) if isinstance(v, str | Path) else v for k, v in options.items()

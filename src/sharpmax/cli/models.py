@@ -43,7 +43,8 @@ def diagnose(
     model: Model,
     out: Out,
     prompts: Annotated[
-        Path | None, typer.Option(help="A file with a prompt on every line; lengths are prefixes in tokens.")
+        Path | None,
+        typer.Option(help="A prompt on every line (.jsonl: JSON strings); lengths are prefixes in tokens."),
     ] = None,
     task: Annotated[
         str | None, typer.Option(help="max: the prompt of Figure 3, lengths are items. The default.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +77,8 @@ def _source(prompts: Path | None, task: str | None, text: Path | None, count: in
         raise ValueError("expected one of --prompts, --task and --text, got several")
     if prompts is not None:
         lines = [line for line in _read(prompts).splitlines() if line.strip()]
-        return Prefixes(lines or [""], prompts.name)
+        texts = [_string(line, prompts) for line in lines] if prompts.suffix == ".jsonl" else lines
+        return Prefixes(texts or [""], prompts.name)
     if text is not None:
         return Prefixes([_read(text)], text.name)
     if task not in (None, *TASKS):
@@ -91,6 +93,18 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"expected {path} to be text in UTF-8, and it is not") from None
+
+
+def _string(line: str, path: Path) -> str:
+    """A line of a file of JSON strings, which may have line breaks of their own."""
+    try:
+        text = json.loads(line)
+    except ValueError:
+        text = None
+    if not isinstance(text, str):
+        shown = line if len(line) <= 40 else f"{line[:40]}..."
+        raise ValueError(f"expected every line of {path} to be a JSON string, got {shown}")
+    return text
 
 
 def _within(source: Prefixes, lengths: list[int], *, given: bool) -> list[int]:

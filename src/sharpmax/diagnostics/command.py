@@ -40,10 +40,12 @@ def diagnose_command(
     """Measure how sharp every head of MODEL is on growing inputs, and write a report into the folder ``out``.
 
     Args:
-      model: a packaged model, a folder, or a name on the hub, as for :func:`sharpmax.huggingface.weights.load`.
+      model: a packaged model, a folder, or a name on the hub, as for :func:`sharpmax.huggingface.weights.load`;
+        or the folder of a run of `sharpmax clrs-text train`.
       out: the folder for report.html, diagnosis.png, .csv and .json; every length is saved there when it is done, so
         the same command goes on where it stopped.
-      prompts: a file with a prompt on every line; lengths are prefixes in tokens.
+      prompts: a file with a prompt on every line, or a JSON string if it ends in .jsonl; lengths are prefixes in
+        tokens.
       task: ``max``, the prompt of Figure 3; lengths are numbers of items. What is taken if nothing is asked for.
       text: a file that is one input; lengths are prefixes in tokens.
       lengths: whole numbers with commas between them.
@@ -65,7 +67,10 @@ def diagnose_command(
             seed=seed, epsilon=epsilon, sample=sample, dtype=dtype,
         )  # fmt: skip
         source, wanted = asked.source, asked.lengths
-        network, tokenizer = _load(model, device, dtype)
+        from ..tasks.clrs_text.models import model_folder
+
+        name, folder = model_folder(model)
+        network, tokenizer = _load(folder, device, dtype)
         from .positions import learned_positions
 
         _check_layers(network, asked.layers)
@@ -80,7 +85,7 @@ def diagnose_command(
         try:
             with user_input():
                 found = measure.diagnose(
-                    network, tokenizer, source, wanted, name=Path(model).name, policy=asked.policy,
+                    network, tokenizer, source, wanted, name=name, policy=asked.policy,
                     layers=asked.layers, epsilon=epsilon, sample=sample, out=out, progress=show,
                 )  # fmt: skip
         except KeyboardInterrupt:
