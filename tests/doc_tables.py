@@ -242,10 +242,25 @@ def short_phrases() -> list[str]:
     ]
 
 
+def tiles_phrase() -> str:
+    """How far the tiles in use are from the best that a sweep has found."""
+    from sharpmax.torch.triton.tiles import LARGE
+
+    runs = load("benchmarks/results/attention_tiles_64_cuda.json")["sweep"]
+    lost = []
+    for run in runs:
+        same = [r for r in runs if (r["kernel"], r["causal"]) == (run["kernel"], run["causal"])]
+        if tuple(run["tiles"]) == LARGE[run["kernel"]][run["width"]]:
+            lost.append(run["ms"] / min(r["ms"] for r in same) - 1)
+    assert len(lost) == 4
+    return f"those in use take at most {100 * max(lost):.0f} % longer than the best"
+
+
 def attention_doc_phrases() -> list[str]:
     """What docs/attention.md says of the same."""
     ranges = attention_ranges(MAIN[2])
     return [
+        tiles_phrase(),
         *short_phrases(),
         f"forward takes {ranges['forward']} times as long as cuDNN",
         f"{ranges['flash forward']} times as long as FlashAttention 2 (at 64 columns "
