@@ -1,14 +1,14 @@
 """Section 4.2 of the paper in one command: fine-tuning on CLRS-Text with softmax, and with adaptive temperature.
 
-    python -m studies.clrs_text --out DIR [--model smollm2-135m-instruct] [--tokens 104857600] [--policies none,paper]
+    python -m studies.clrs_text --out DIR [--model smollm2-135m-instruct] [--tokens 100663296] [--policies none,paper]
 
     DIR/runs/POLICY            a training run each, one after the other, from the same weights and over the same samples
-    DIR/evaluations/POLICY     greedy answers to the same questions; a process for each policy and seed, all at once
-    DIR/heads/NAME             a diagnosis of the model before training (`start`) and after, on the same long samples
+    DIR/evaluations/POLICY     greedy answers to the same questions; a process for each policy, all at once
     DIR/fig8.png, ...          Figure 8, and what it says in numbers
+    DIR/heads/NAME             a diagnosis of the model after training, and before (`start`) if it had weights then
 
 Every stage goes on where it was stopped: kill it whenever you like and give the same command again. On an NVIDIA GPU,
-evaluations share it through MPS where that is installed; what they print is in DIR/logs.
+evaluations share it through MPS where that works; what programs print that run together is in DIR/logs.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from sharpmax.core.files import write_text
+from sharpmax.inputs import InputError, find_policy, parse_numbers
 from sharpmax.tasks.clrs_text import evaluation, generate_samples
 from sharpmax.tasks.clrs_text.command import find_encoder
+from sharpmax.tasks.clrs_text.training_command import POLICIES
 
-STAGES = ("train", "evaluate", "diagnose", "figure")
 MPS = "nvidia-cuda-mps-control"
 EVERY = 20
 """Seconds between two lines on how far evaluations are."""
-
-
-class FailedError(Exception):
-    """A program of a stage ended with an error."""
 
 
 def sharpmax(*words: str | Path) -> list[str]:
@@ -43,16 +44,19 @@ def sharpmax(*words: str | Path) -> list[str]:
 
 
 def alone(*words: str | Path) -> None:
-    """Run one command of the package, and show what it prints."""
+    """Run one command of the package, and show what it prints; where it fails, that has been said."""
     code = subprocess.run(sharpmax(*words), check=False).returncode
     if code:
-        raise FailedError(f"sharpmax {' '.join(map(str, words))} ended with exit code {code}")
+        sys.exit(code)
 
 
-def together(out: Path, programs: Mapping[str, list[str]], files: Path) -> None:
-    """Run programs at the same time and wait for all; if one fails, the others are ended."""
+def together(out: Path, programs: Mapping[str, list[str]], files: str) -> None:
+    """Run programs at the same time and wait for all; if some failed, end with what they said last.
+
+    ``files`` is a pattern in ``out``: how many there are tells how far it is.
+    """
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    running, told = {}, time.monotonic()
+    running, failed, told = {}, [], time.monotonic()
     with contextlib.ExitStack() as stack:
         for name, words in programs.items():
             log = stack.enter_context((out / "logs" / f"{name}.txt").open("a"))
@@ -63,11 +67,18 @@ def together(out: Path, programs: Mapping[str, list[str]], files: Path) -> None:
             ended = {name: process.returncode for name, process in running.items() if process.poll() is not None}
             for name, code in ended.items():
                 del running[name]
-                if code:
-                    raise FailedError(f"{name} ended with exit code {code}; {out / 'logs' / name}.txt has what it said")
+                failed += [name] * bool(code)
             if ended or time.monotonic() - told > EVERY:
                 told = time.monotonic()
-                print(f"evaluation: {len(list(files.glob('*/cells/*.json')))} cells are done", flush=True)
+                print(f"{', '.join(programs)}: {len(list(out.glob(files)))} parts are done", flush=True)
+    if failed:
+        logs = [(name, out / "logs" / f"{name}.txt") for name in failed]
+        sys.exit("\n".join(f"{name}: {last_line(log)} (all of it: {log})" for name, log in logs))
+
+
+def last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -77,61 +88,102 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def shared_gpu(out: Path) -> Iterator[None]:
-    """Kernels of several processes run side by side within, where MPS is installed."""
-    if shutil.which(MPS) is None:
-        yield
+def shared_gpu() -> Iterator[list[str]]:
+    """Within, kernels of several processes run side by side on a GPU, if there is one and MPS works.
+
+    Gives the options that keep programs on it: one that does not find it shall say so, and not take the CPU.
+    """
+    if not torch.cuda.is_available():
+        yield []
         return
-    for variable, folder in (("CUDA_MPS_PIPE_DIRECTORY", "pipe"), ("CUDA_MPS_LOG_DIRECTORY", "log")):
-        os.environ[variable] = str(out / "mps" / folder)
-        (out / "mps" / folder).mkdir(parents=True, exist_ok=True)
-    subprocess.run([MPS, "-d"], check=False)
+    options = ["--device", "cuda"]
+    if shutil.which(MPS) is None:
+        yield options
+        return
+    with tempfile.TemporaryDirectory() as folder:  # its path is short, as that of a socket must be
+        names = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for place in names.values():
+            Path(place).mkdir()
+        os.environ.update(names)
+        subprocess.run([MPS, "-d"], check=False)
+        try:
+            if not gpu_answers():
+                _stop_mps(names)
+                print("MPS does not work here: evaluations take turns on the GPU", flush=True)
+            yield options
+        finally:
+            _stop_mps(names)
+
+
+def gpu_answers() -> bool:
+    """Whether a new process can use the GPU."""
+    probe = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda').item()"]
     try:
-        yield
-    finally:
-        subprocess.run([MPS], input=b"quit\n", check=False)
-        del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
+        return subprocess.run(probe, check=False, timeout=60, capture_output=True).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _stop_mps(names: Mapping[str, str]) -> None:
+    if names.keys() <= os.environ.keys():
+        subprocess.run([MPS], input=b"quit\n", check=False, timeout=60)
+        for name in names:
+            del os.environ[name]
 
 
 def train(asked: argparse.Namespace) -> None:
-    for policy in asked.policies:
-        run = asked.out / "runs" / policy
+    for name, policy in asked.policies.items():  # one that is finished is not trained again, and others are refused
+        alone(
+            "clrs-text", "train", "--model", asked.model, "--policy", policy, "--out", asked.out / "runs" / name,
+            "--tokens", asked.tokens, *asked.training,
+        )  # fmt: skip
+
+
+def trained(asked: argparse.Namespace) -> dict[str, Path]:
+    """The runs, which must be finished."""
+    runs = {name: asked.out / "runs" / name for name in asked.policies}
+    for run in runs.values():
         if not (run / "training.json").exists():
-            alone(
-                "clrs-text", "train", "--model", asked.model, "--policy", policy, "--out", run,
-                "--tokens", asked.tokens, *asked.training,
-            )  # fmt: skip
+            sys.exit(f"expected a finished training run in {run}: leave --stages out, or begin with train")
+    return runs
 
 
 def evaluate(asked: argparse.Namespace) -> None:
-    folder = asked.out / "evaluations"
-    words = {
-        policy: (
-            "clrs-text", "evaluate", "--model", asked.out / "runs" / policy, "--out", folder / policy,
-            "--samples", asked.samples, *asked.evaluation, "--seeds",
-        )
-        for policy in asked.policies
-    }  # fmt: skip
-    programs = {
-        f"evaluate_{policy}_{seed}": sharpmax(*words[policy], seed) for seed in asked.seeds for policy in asked.policies
-    }
-    with shared_gpu(asked.out):
-        together(asked.out, programs, folder)
-    for policy in asked.policies:  # asks nothing more, and counts
-        alone(*words[policy], ",".join(asked.seeds))
+    runs, folder = trained(asked), asked.out / "evaluations"
+    with shared_gpu() as options:
+        if options:  # all begin at the same time, and see the same free memory
+            options += ["--memory", f"{0.8 / len(asked.policies):.2f}"]
+        programs = {
+            f"evaluate_{name}": sharpmax(
+                "clrs-text", "evaluate", "--model", run, "--out", folder / name, "--samples", asked.samples,
+                "--seeds", asked.seeds, *options, *asked.evaluation,
+            )
+            for name, run in runs.items()
+        }  # fmt: skip
+        together(asked.out, programs, "evaluations/*/cells/*.json")
+
+
+def figure(asked: argparse.Namespace) -> None:
+    names = dict(zip(("baseline", "adaptive", "also"), asked.policies, strict=False))
+    words = [word for name, run in names.items() for word in (f"--{name}", asked.out / "evaluations" / run)]
+    alone("reproduce", "fig8", *words, "--out", asked.out)
 
 
 def diagnose(asked: argparse.Namespace) -> None:
-    prompts = asked.out / "prompts.jsonl"
-    models = {policy: asked.out / "runs" / policy for policy in asked.policies}
+    models: dict[str, str | Path] = {**trained(asked)}
+    lengths = parse_numbers(asked.lengths, "lengths")
+    prompts = asked.out / f"prompts_{lengths[-1]}.jsonl"
     if not prompts.exists():
-        texts = long_samples(str(models["none"] / "model"), max(asked.lengths))
+        texts = long_samples(str(asked.out / "runs" / "none" / "model"), lengths[-1])
         write_text(prompts, "".join(f"{json.dumps(text)}\n" for text in texts))
     if not made_anew(asked.model):
         models["start"] = asked.model
-    lengths = ",".join(map(str, asked.lengths))
-    for name, model in models.items():
-        alone("diagnose", model, "--prompts", prompts, "--lengths", lengths, "--out", asked.out / "heads" / name)
+    words = ("--prompts", prompts, "--lengths", asked.lengths)
+    programs = {
+        f"diagnose_{name}": sharpmax("diagnose", model, *words, "--out", asked.out / "heads" / name)
+        for name, model in models.items()
+    }
+    together(asked.out, programs, "heads/*/parts/*.json")
 
 
 def made_anew(model: str) -> bool:
@@ -149,49 +201,56 @@ def long_samples(model: str, tokens: int) -> list[str]:
     return texts
 
 
-def figure(asked: argparse.Namespace) -> None:
-    names = dict(zip(("baseline", "adaptive", "also"), asked.policies, strict=False))
-    words = [word for name, policy in names.items() for word in (f"--{name}", asked.out / "evaluations" / policy)]
-    alone("reproduce", "fig8", *words, "--out", asked.out)
+STAGES = {"train": train, "evaluate": evaluate, "figure": figure, "diagnose": diagnose}
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    workers = min(8, os.cpu_count() or 1)
+    options = f"--workers {workers} --compile --save-dtype bfloat16"
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--tokens", default="104857600", help="of training; 800 steps")
+    parser.add_argument("--tokens", type=int, default=100_663_296, help="of training; 768 steps")
     parser.add_argument("--policies", default="none,paper", help="none first; a third one is green in the figure")
-    parser.add_argument("--samples", default="25", help="of each algorithm, size and seed")
+    parser.add_argument("--samples", type=int, default=25, help="of each algorithm, size and seed")
     parser.add_argument("--seeds", default="3,14", help="of the evaluation set")
     parser.add_argument("--lengths", default="96,192,384,768,1536", help="of prefixes, in tokens, to diagnose")
     parser.add_argument("--stages", default=",".join(STAGES))
-    parser.add_argument(
-        "--training",
-        default="--workers 8 --compile --save-dtype bfloat16",
-        help="options of `sharpmax clrs-text train`",
-    )
+    parser.add_argument("--training", default=options, help="options of `sharpmax clrs-text train`")
     parser.add_argument("--evaluation", default="", help="options of `sharpmax clrs-text evaluate`")
     asked = parser.parse_args(words)
-    for name in ("policies", "seeds", "stages"):
-        setattr(asked, name, getattr(asked, name).split(","))
-    asked.lengths = [int(n) for n in asked.lengths.split(",")]
+    asked.stages, policies = asked.stages.split(","), asked.policies.split(",")
     asked.training, asked.evaluation = asked.training.split(), asked.evaluation.split()
     if unknown := [stage for stage in asked.stages if stage not in STAGES]:
         parser.error(f"expected stages of {', '.join(STAGES)}, got {unknown[0]!r}")
-    if asked.policies[0] != "none" or not 2 <= len(asked.policies) <= 3:
-        parser.error(f"expected none and one or two other policies, got {', '.join(asked.policies)}")
+    if policies[0] != "none" or not 2 <= len(policies) <= 3:
+        parser.error(f"expected none and one or two other policies, got {', '.join(policies)}")
+    asked.policies = {Path(policy).stem: policy for policy in policies}
+    try:
+        for policy in policies:
+            find_policy(policy, POLICIES)
+        for name in ("seeds", "lengths"):
+            parse_numbers(getattr(asked, name), name)
+    except InputError as error:
+        parser.error(str(error))
     return asked
+
+
+def leave(*_: object) -> None:
+    """End as after an exception, so that the programs of a stage end too."""
+    sys.exit(143)
 
 
 def main(words: Sequence[str] | None = None) -> None:
     asked = arguments(words)
-    for name, stage in {"train": train, "evaluate": evaluate, "diagnose": diagnose, "figure": figure}.items():
+    for name, stage in STAGES.items():
         if name in asked.stages:
             stage(asked)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, leave)
     try:
         main()
-    except FailedError as error:
-        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("interrupted: what was done is kept, and the same command goes on from there")

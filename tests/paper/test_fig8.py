@@ -143,14 +143,15 @@ def test_a_trained_model_is_named_and_what_its_training_took_is_told(two: dict[s
         found["training"] = {
             "settings": {"policy": policy, "model": "somewhere/tiny-llm"}, "start": "a", "processes": 1, "sizes": {},
             "counts": {"tokens": 1_000_000}, "median_step_seconds": step, "median_tokens_per_second": 4000.0,
+            "median_data_seconds": 0.01,
             "peak_memory_bytes": 3 * 2**30, "curve": {"step": [1, 2], "tokens": [1, 2], "loss": [2.0, 1.25]},
         }  # fmt: skip
     content = fig8.data(evaluations)
     assert "size: tiny-llm (softmax) and tiny-llm (adaptive temperature)." in content["caption"]
     rows = [line.split(" | ") for line in markdown(content).splitlines() if "| tiny-llm |" in line]
-    assert [row[4:9] for row in rows] == [
-        ["4,000", "500.0", "1.00x", "3.0", "1.2500"],
-        ["4,000", "600.0", "1.20x", "3.0", "1.2500"],
+    assert [row[4:10] for row in rows] == [
+        ["4,000", "500.0", "1.00x", "10.0", "3.0", "1.2500"],
+        ["4,000", "600.0", "1.20x", "10.0", "3.0", "1.2500"],
     ]
     assert content["variants"]["adaptive"]["training"]["curve"]["loss"] == [2.0, 1.25]
     traced = two["baseline"]["trace_accuracy"]
@@ -222,17 +223,27 @@ def test_sentences_tell_whichever_outcome_there_is() -> None:
     right, wrong = (made_up(split, lambda *_, c=c: c, p) for c, p in ((1.0, None), (0.0, PAPER)))
     said = findings(fig8.data({"baseline": right, "adaptive": wrong}))
     assert said[0].startswith(
-        "Adaptive temperature, in distribution, is above softmax on 0 of 2 algorithms (0 with p < 0.05) and below on 2 "
-        "(2); the mean difference is \N{MINUS SIGN}100.0 points"
+        "Adaptive temperature, in distribution, is above softmax on 0 of 2 algorithms (0 with p < 0.05 after "
+        "Holm's correction) and below on 2 (2); the mean difference is \N{MINUS SIGN}100.0 points"
     )
     assert "480 samples 0.0% are right against 100.0%" in said[0]
     only = split.only(sizes=[4])
     same = fig8.data({"baseline": made_up(only, falling(0)), "adaptive": made_up(only, falling(0), PAPER)})
     assert (
-        "on 0 of 2 algorithms (0 with p < 0.05) and below on 0 (0); the mean difference is 0.0 points"
+        "on 0 of 2 algorithms (0 with p < 0.05 after Holm's correction) and below on 0 (0); the mean difference is 0.0 "
         in same["findings"][0]
     )
     assert same["findings"][1] == "No sample is out of distribution."
+    few = {name: copy.deepcopy(found) for name, found in (("baseline", right), ("adaptive", wrong))}
+    for found in few.values():  # four samples of one algorithm that are not repeated: too few for the mean
+        for i, row in enumerate(found["algorithms"]["minimum"]["sizes"].values()):
+            row["distinct"] = [
+                "1100" + "0" * (len(text) - 4) if i == 0 else "0" * len(text) for text in row["distinct"]
+            ]
+    content = fig8.data(few)
+    total = content["comparisons"]["adaptive"]["in"]["total"]
+    assert (total["mean_of"], total["mean_difference"]) == (1, -1.0)
+    assert "the mean difference over the 1 with samples enough is" in content["findings"][0]
     assert points(-0.0123) == "\N{MINUS SIGN}1.2"
 
 

@@ -144,12 +144,15 @@ def evaluate(
     length: Annotated[int, typer.Option(help="Tokens that a sample may have.", min=2)] = 2_048,
     dtype: Annotated[str | None, typer.Option(help="Of the weights; by default bfloat16 on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help="By default a GPU if there is one.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="Part of a GPU's free memory for keys and values; by default 0.6.")
+    ] = None,
 ) -> None:
     """Ask a model the questions of the evaluation set, and count right answers; goes on where it stopped."""
     from ..tasks.clrs_text.evaluation_command import evaluate_command
 
     for line in evaluate_command(
         model, out, algorithms=algorithms, sizes=sizes, seeds=seeds, samples=samples, traces=traces, length=length,
-        dtype=dtype, device=device,
+        dtype=dtype, device=device, memory=memory,
     ):  # fmt: skip
         print(line)

@@ -26,6 +26,8 @@ PARTS: dict[str, Callable[[int, Sequence[int]], bool]] = {
 """In distribution, which is at sizes of training, out of it, and the part of that which is larger than any of them."""
 
 NEEDED = ("--baseline", "--adaptive")
+FEWEST = 20
+"""Samples that an algorithm needs to be in the mean over algorithms, where each counts as much as any other."""
 
 
 def data(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -165,18 +167,19 @@ def comparison(first: Mapping[str, Any], second: Mapping[str, Any], part: str) -
 
 
 def _total(groups: Sequence[Pairs]) -> dict[str, Any]:
-    """All algorithms together: by sample, and as the mean over algorithms."""
+    """All algorithms together: by sample, and as the mean over algorithms with enough of them."""
     everything = Pairs(*(sum(column) for column in zip(*groups, strict=True)))
-    bounds = intervals(groups)
+    many = [pairs for pairs in groups if pairs.n >= FEWEST]
     return {
         "n": everything.n,
         "baseline_accuracy": numbers((everything.both + everything.first) / everything.n),
         "accuracy": numbers((everything.both + everything.second) / everything.n),
         "difference": numbers(everything.difference),
-        "interval": numbers(bounds["samples"]),
+        "interval": numbers(intervals(groups)["samples"]),
         "p_value": numbers(mcnemar(everything.first, everything.second)),
-        "mean_difference": numbers(sum(pairs.difference for pairs in groups) / len(groups)),
-        "mean_interval": numbers(bounds["groups"]),
+        "mean_of": len(many),
+        "mean_difference": numbers(sum(pairs.difference for pairs in many) / len(many)) if many else None,
+        "mean_interval": numbers(intervals(many)["groups"]) if many else None,
     }
 
 

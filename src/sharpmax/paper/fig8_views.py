@@ -100,13 +100,21 @@ def _compared(who: str, words: str, found: Mapping[str, Any]) -> list[str]:
         return [f"No sample is {words}."]
     ahead, behind = ([row for row in rows if side * row["difference"] > 0] for side in (1, -1))
     sure = [sum(row["p_holm"] < SIGNIFICANT for row in side) for side in (ahead, behind)]
-    low, high = (points(bound) for bound in total["mean_interval"])
     return [
-        f"{who}, {words}, is above softmax on {len(ahead)} of {len(rows)} algorithms ({sure[0]} with p < 0.05) and "
-        f"below on {len(behind)} ({sure[1]}); the mean difference is {points(total['mean_difference'])} points (95% "
-        f"interval {low} to {high}), and of all {total['n']:,} samples {total['accuracy']:.1%} are right against "
-        f"{total['baseline_accuracy']:.1%} (p = {p_text(total['p_value'])})."
+        f"{who}, {words}, is above softmax on {len(ahead)} of {len(rows)} algorithms ({sure[0]} with p < 0.05 after "
+        f"Holm's correction) and below on {len(behind)} ({sure[1]}); {_mean(total, len(rows))}of all {total['n']:,} "
+        f"samples {total['accuracy']:.1%} are right against {total['baseline_accuracy']:.1%} "
+        f"(p = {p_text(total['p_value'])})."
     ]
+
+
+def _mean(total: Mapping[str, Any], algorithms: int) -> str:
+    """The mean over algorithms in words, with how many of them are in it if not all are."""
+    if total["mean_interval"] is None:
+        return ""
+    low, high = (points(bound) for bound in total["mean_interval"])
+    few = "" if total["mean_of"] == algorithms else f" over the {total['mean_of']} with samples enough"
+    return f"the mean difference{few} is {points(total['mean_difference'])} points (95% interval {low} to {high}), and "
 
 
 def points(share: float) -> str:
@@ -231,7 +239,7 @@ def _capital(text: str) -> str:
 def _totals(parts: Mapping[str, Any]) -> list[str]:
     lines = [
         "",
-        *_head(["", "samples", "softmax, %", "this model, %", "points", "95%", "p", "mean of algorithms", "95%"]),
+        *_head(["", "samples", "softmax, %", "this model, %", "points", "95%", "p", *MEAN_COLUMNS]),
     ]
     for part, words in PARTS.items():
         if (total := parts[part]["total"]) is not None:
@@ -245,12 +253,24 @@ def _totals(parts: Mapping[str, Any]) -> list[str]:
                         points(total["difference"]),
                         " to ".join(map(points, total["interval"])),
                         p_text(total["p_value"]),
-                        points(total["mean_difference"]),
-                        " to ".join(map(points, total["mean_interval"])),
+                        *_mean_cells(total),
                     ]
                 )
             )
     return lines
+
+
+MEAN_COLUMNS = ("algorithms with 20 samples or more", "their mean", "95%")
+
+
+def _mean_cells(total: Mapping[str, Any]) -> list[str]:
+    if total["mean_interval"] is None:
+        return ["0", "-", "-"]
+    return [
+        str(total["mean_of"]),
+        points(total["mean_difference"]),
+        " to ".join(map(points, total["mean_interval"])),
+    ]
 
 
 def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -279,12 +299,18 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _models(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What was trained, how fast, in how much memory, to what loss; and how fast it answers."""
-    head = ["", "model", "parameters", "trained on tokens", "at tokens/s", "ms a step", "step against softmax", "GiB"]
-    lines = _head([*head, "last loss", "traces right, in and out of distribution", "generated tokens/s", "samples/s"])
+    lines = _head(
+        [
+            "", "model", "parameters", "trained on tokens", "at tokens/s", "ms a step", "step against softmax",
+            "ms of it for data", "GiB", "last loss", "traces right, in and out of distribution", "generated tokens/s",
+            "samples/s",
+        ]
+    )  # fmt: skip
     plain = (variants["baseline"]["training"] or {}).get("median_step_seconds")
     for variant in variants.values():
         speed, training = variant["throughput"], variant["training"] or {}
         step, memory = training.get("median_step_seconds"), training.get("peak_memory_bytes")
+        waited = training.get("median_data_seconds")
         losses = training.get("curve", {}).get("loss")
         lines.append(
             _line(
@@ -296,6 +322,7 @@ def _models(variants: Mapping[str, Mapping[str, Any]]) -> list[str]:
                     _count(training.get("median_tokens_per_second")),
                     "-" if step is None else f"{1000 * step:.1f}",
                     "-" if step is None or plain is None else f"{step / plain:.2f}x",
+                    "-" if waited is None else f"{1000 * waited:.1f}",
                     "-" if memory is None else f"{memory / 2**30:.1f}",
                     f"{losses[-1]:.4f}" if losses else "-",
                     ", ".join("-" if x is None else f"{x:.1%}" for x in variant["trace_accuracy"].values()),

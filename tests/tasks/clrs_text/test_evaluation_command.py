@@ -29,7 +29,7 @@ def model() -> Any:
 
 @pytest.fixture
 def trained(model: Any, tmp_path: Path) -> Path:
-    """The folder of a training run, of a model that was trained with the paper's policy on one size."""
+    """The folder of a training run, of a model that was trained with the paper's policy on one size that fitted."""
     run = tmp_path / "run"
     with sharpen(model, PAPER):
         model.save_pretrained(run / "model")
@@ -41,8 +41,9 @@ def trained(model: Any, tmp_path: Path) -> Path:
 def report(run: Path, **changes: Any) -> None:
     """Write the report of a training run."""
     settings = TrainingSettings(policy=PAPER.to_dict(), tokens=1000).to_json() | changes
-    split = clrs_text.training().only(["minimum"], [5]).to_json()
-    content = dict.fromkeys(outcomes.TRAINED, 1) | {"counts": {"tokens": 1024}, "config": {"model_type": "llama"}}
+    split = clrs_text.training().only(["minimum"], [4, 5]).to_json()
+    counts = {"tokens": 1024, "packed": {"minimum": {"5": 7}}, "dropped": {"minimum": {"4": 7}}}
+    content = dict.fromkeys(outcomes.TRAINED, 1) | {"counts": counts, "config": {"model_type": "llama"}}
     (run / "training.json").write_text(json.dumps(content | {"settings": settings, "split": split}))
 
 
@@ -57,7 +58,7 @@ def test_the_command_evaluates_a_training_run(trained: Path, tmp_path: Path, mon
         models.append(model)
         return Student(Encoder(CharacterTokenizer()), settings, even)(model, *arguments, **options)
 
-    monkeypatch.setattr(accuracy, "_generation", lambda: generate)
+    monkeypatch.setattr(accuracy, "_generation", lambda memory: generate)
     lines = evaluate_command(str(trained), tmp_path / "out", **ASKED)
     assert lines[0] == "run: 16 samples of 2 algorithms, 0 more are longer than 2,048 tokens and left out"
     assert lines[1] == "  right at training sizes: 50.0%, the mean over algorithms"
@@ -65,7 +66,7 @@ def test_the_command_evaluates_a_training_run(trained: Path, tmp_path: Path, mon
     assert lines[-1] == str(tmp_path / "out" / "evaluation.json")
     report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert report["model"]["policy"] == [{"policy": PAPER.to_dict(), "layers": None, "heads": None}]
-    assert report["training"]["counts"] == {"tokens": 1024}
+    assert report["training"]["counts"]["tokens"] == 1024
     inside = {a: [row["in_distribution"] for row in e["sizes"].values()] for a, e in report["algorithms"].items()}
     assert inside == {"minimum": [False, True], "bfs": [False, False]}
     (model,) = models
@@ -93,6 +94,7 @@ def test_a_model_without_policies_has_plain_softmax(model: Any, tmp_path: Path) 
         ({"length": 0}, "expected a length of at least 2"),
         ({"dtype": "int8"}, "expected dtype to be one of float32, bfloat16, float16, got 'int8'"),
         ({"algorithms": ","}, "expected names with commas between them, got ','"),
+        ({"memory": 1.5}, "expected a part of the memory between 0 and 1, got 1.5"),
         ({"device": "nowhere"}, "expected a device that torch has here, got 'nowhere'"),
         ({"model": "no/such/folder"}, "expected a packaged model"),
     ],

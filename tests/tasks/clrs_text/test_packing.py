@@ -177,7 +177,8 @@ def test_batches_are_the_packers_sequences():
             rows = np.stack([getattr(s, name) for s in sequences[4 * i : 4 * i + 4]])
             assert torch.equal(tensor, torch.from_numpy(rows))
     assert loader.counts["sequences"] == 12
-    assert loader.dropped == plain.dropped
+    assert (loader.counts["dropped"], loader.counts["packed"]) == (plain.dropped, plain.packed)
+    assert sum(sum(sizes.values()) for sizes in plain.packed.values()) == plain.documents
     again = Loader(packer(), 4)
     again.restore(loader.state())
     assert torch.equal(next(iter(again))["input_ids"], torch.from_numpy(np.stack([next(plain)[0] for _ in range(4)])))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import sys
 import time
-from typing import Any
+from pathlib import Path
 
 import pytest
 
+from sharpmax import PAPER_HELD
 from sharpmax.tasks.clrs_text import CharacterTokenizer, Encoder, evaluation, generate_samples
 from studies import clrs_text as study
 
+ROOT = Path(__file__).parents[3]
 TINY = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "tokenizer": "characters",
@@ -43,24 +47,26 @@ def test_every_stage_gives_its_commands(tmp_path, monkeypatch):
     said: list[list[str]] = []
     monkeypatch.setattr(study, "alone", lambda *words: said.append([str(word) for word in words]))
     monkeypatch.setattr(study, "together", lambda out, programs, files: said.extend(w[3:] for w in programs.values()))
+    monkeypatch.setattr(study, "trained", lambda asked: {name: asked.out / "runs" / name for name in asked.policies})
     monkeypatch.setattr(study, "long_samples", lambda model, tokens: [f"{model.rpartition('/')[2]}\n{tokens}"])
-    study.main(["--out", str(tmp_path), "--policies", "none,paper,paper-held", "--lengths", "8,16"])
+    monkeypatch.setattr(study.torch.cuda, "is_available", lambda: False)
+    PAPER_HELD.save(tmp_path / "mine.json")
+    words = ["--out", str(tmp_path), "--policies", f"none,paper,{tmp_path / 'mine.json'}", "--lengths", "8,16"]
+    study.main(words)
     told = [" ".join(words).replace(str(tmp_path), "DIR") for words in said]
-    assert [line.split()[0] for line in told] == ["clrs-text"] * 3 + ["clrs-text"] * 9 + ["diagnose"] * 4 + [
-        "reproduce"
-    ]
-    assert told[1] == (
-        "clrs-text train --model smollm2-135m-instruct --policy paper --out DIR/runs/paper --tokens 104857600 "
-        "--workers 8 --compile --save-dtype bfloat16"
+    assert [line.split()[0] for line in told] == ["clrs-text"] * 6 + ["reproduce"] + ["diagnose"] * 4
+    assert told[2].startswith(
+        "clrs-text train --model smollm2-135m-instruct --policy DIR/mine.json --out DIR/runs/mine --tokens 100663296 "
     )
-    assert told[4] == ("clrs-text evaluate --model DIR/runs/paper --out DIR/evaluations/paper --samples 25 --seeds 3")
-    assert told[9].endswith("--seeds 3,14")
-    assert told[15].startswith("diagnose smollm2-135m-instruct --prompts DIR/prompts.jsonl --lengths 8,16 ")
-    assert told[16] == (
-        "reproduce fig8 --baseline DIR/evaluations/none --adaptive DIR/evaluations/paper "
-        "--also DIR/evaluations/paper-held --out DIR"
+    assert told[4] == (
+        "clrs-text evaluate --model DIR/runs/paper --out DIR/evaluations/paper --samples 25 --seeds 3,14"
     )
-    assert (tmp_path / "prompts.jsonl").read_text() == '"model\\n16"\n'
+    assert told[6] == (
+        "reproduce fig8 --baseline DIR/evaluations/none --adaptive DIR/evaluations/paper --also DIR/evaluations/mine "
+        "--out DIR"
+    )
+    assert told[10].startswith("diagnose smollm2-135m-instruct --prompts DIR/prompts_16.jsonl --lengths 8,16 ")
+    assert (tmp_path / "prompts_16.jsonl").read_text() == '"model\\n16"\n'
 
 
 def test_long_samples_are_the_longest_that_fit(monkeypatch):
@@ -75,27 +81,60 @@ def test_long_samples_are_the_longest_that_fit(monkeypatch):
     assert texts[0].startswith(next(generate_samples("bfs", sizes[-1], 3)).question)
 
 
-def test_one_that_fails_ends_the_others(tmp_path):
-    programs: dict[str, Any] = {
-        "slow": [sys.executable, "-c", "import time; time.sleep(60)"],
+def test_one_that_fails_is_told_when_the_others_are_done(tmp_path):
+    programs = {
+        "good": [sys.executable, "-c", "import time; time.sleep(1); open('done', 'w').close()"],
         "bad": [sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"],
     }
-    began = time.monotonic()
-    with pytest.raises(study.FailedError, match=r"^bad ended with exit code 3; .*bad\.txt has what it said$"):
-        study.together(tmp_path, programs, tmp_path)
-    assert time.monotonic() - began < 30
-    assert (tmp_path / "logs/bad.txt").read_text() == "what went wrong\n"
+    with contextlib.chdir(tmp_path), pytest.raises(SystemExit) as raised:
+        study.together(tmp_path, programs, "*")
+    assert raised.value.code == f"bad: what went wrong (all of it: {tmp_path / 'logs' / 'bad.txt'})"
+    assert (tmp_path / "done").exists()
+
+
+LEFT = """
+import signal, sys
+from pathlib import Path
+from studies import clrs_text as study
+
+signal.signal(signal.SIGTERM, study.leave)
+study.sharpmax = lambda *_: [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(99)"]
+study.trained = lambda asked: dict.fromkeys(asked.policies, Path("run"))
+study.main(["--out", sys.argv[1], "--stages", "evaluate"])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def test_a_kill_ends_the_programs_of_a_stage(tmp_path):
+    running = subprocess.Popen([sys.executable, "-c", LEFT, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    logs = [tmp_path / "logs" / f"evaluate_{policy}.txt" for policy in ("none", "paper")]
+    until = time.monotonic() + 60
+    while not all(log.exists() and log.read_text() for log in logs) and time.monotonic() < until:
+        time.sleep(0.1)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    assert len(children) == 2
+    running.terminate()
+    assert running.wait(60) == 143
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--stages", "train,plot"], "expected stages of train, evaluate, diagnose, figure, got 'plot'"),
+        (["--stages", "train,plot"], "expected stages of train, evaluate, figure, diagnose, got 'plot'"),
         (["--policies", "paper,none"], "expected none and one or two other policies, got paper, none"),
         (["--policies", "none"], "expected none and one or two other policies, got none"),
+        (["--policies", "none,foo"], "expected the policy to be none, paper, paper-held or a policy file, got 'foo'"),
+        (["--seeds", "x"], "expected seeds to be whole numbers or ranges with commas between them, got 'x'"),
+        (["--lengths", "x"], "expected lengths to be whole numbers or ranges with commas between them, got 'x'"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, capsys, words, message):
     with pytest.raises(SystemExit):
         study.main(["--out", str(tmp_path), *words])
     assert message in capsys.readouterr().err
+
+
+def test_evaluation_needs_training(tmp_path):
+    with pytest.raises(SystemExit, match=r"^expected a finished training run in .*none: leave --stages out"):
+        study.main(["--out", str(tmp_path), "--stages", "evaluate"])

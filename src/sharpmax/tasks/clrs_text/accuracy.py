@@ -30,7 +30,7 @@ from .outcomes import Description, summarise
 from .packing import LENGTH
 from .tokens import Encoder
 
-GROUP = 4_000
+GROUP = 6_000
 """About how many samples are answered together."""
 
 
@@ -82,6 +82,7 @@ def evaluate(
     *,
     name: str = "model",
     training: dict[str, Any] | None = None,
+    memory: float | None = None,
     generate: Generate | None = None,
 ) -> dict[str, Any]:
     """Ask a model every question of the settings, and write and give its accuracy by algorithm and size.
@@ -94,6 +95,7 @@ def evaluate(
       show: called with the samples done and the samples in all.
       name: of the model, for the report.
       training: how the model was trained, as :func:`.outcomes.training_summary` gives it.
+      memory: the part of a GPU's free memory that keys and values may take, if not 0.6.
       generate: what writes replies, if not this package's own generation.
     """
     out = Path(out)
@@ -101,7 +103,7 @@ def evaluate(
     plan = _plan(settings)
     done = known_cells(out, described, settings)
     show = show or (lambda done, of: None)
-    work = _Work(model, encoder, settings, out, described, generate or _generation(), show)
+    work = _Work(model, encoder, settings, out, described, generate or _generation(memory), show)
     work.run(plan, done)
     cells = {cell: done[cell] for cell in plan}
     report = summarise(cells, described, settings.split, settings.length, training)
@@ -114,10 +116,10 @@ def _plan(settings: Settings) -> list[Cell]:
     return [Cell(algorithm, seed) for algorithm in settings.split.sizes for seed in settings.split.seeds]
 
 
-def _generation() -> Generate:
-    from .generation import Generation
+def _generation(memory: float | None) -> Generate:
+    from .generation import MEMORY, Generation
 
-    return Generation()
+    return Generation(memory=memory or MEMORY)
 
 
 def describe(model: Any, encoder: Encoder, name: str) -> Description:

@@ -32,6 +32,7 @@ def evaluate_command(
     length: int = LENGTH,
     dtype: str | None = None,
     device: str | None = None,
+    memory: float | None = None,
 ) -> list[str]:
     """Ask a model the questions of the evaluation set, write ``out/evaluation.json``, and give what there is to say.
 
@@ -47,6 +48,7 @@ def evaluate_command(
       length: tokens that a question and its answer may have together; longer ones are left out and counted.
       dtype: of the weights; by default bfloat16 on a GPU and float32 elsewhere.
       device: where to run; a GPU if there is one.
+      memory: the part of a GPU's free memory that keys and values may take: less where others begin beside it.
 
     What cannot be used raises :class:`InputError` before any work.
     """
@@ -58,6 +60,8 @@ def evaluate_command(
         settings = accuracy.Settings(traces=traces is not False, length=length, **known)
         if dtype not in (None, *DTYPES):
             raise ValueError(f"expected dtype to be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if memory is not None and not 0 < memory < 1:
+            raise ValueError(f"expected a part of the memory between 0 and 1, got {memory}")
         if found := [file for file in RUN_FILES if (out / file).exists()]:
             raise ValueError(f"expected a folder for an evaluation, got {str(out)!r}, a training run with {found[0]}")
         upstream.find()
@@ -75,7 +79,9 @@ def evaluate_command(
 
     with progress_bar("answers") as show:
         try:
-            report = accuracy.evaluate(network, encoder, settings, out, show, name=name, training=training)
+            report = accuracy.evaluate(
+                network, encoder, settings, out, show, name=name, training=training, memory=memory
+            )
         except KeyboardInterrupt:
             print(f"{out}: cells that are done are kept; the same command goes on from there", file=sys.stderr)
             raise

@@ -285,7 +285,7 @@ class Run:
     def finish(self, dtype: str = "float32") -> dict[str, Any]:
         """Write the model and what there is to say of the run; checkpoints are removed."""
         tensors = checkpoints.weights(self.learner)
-        loaders = gather_object([{"counts": self.loader.counts, "dropped": self.loader.dropped}])
+        loaders = gather_object([self.loader.counts])
         result = self._result(loaders)
         if self.journal is not None:
             names = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}

@@ -22,7 +22,7 @@ from ...huggingface.ready import cached_masks, layer_windows, packed_masks
 
 MOST_SLOTS = {"cpu": 16, "cuda": 1024}
 MEMORY = 0.6
-"""The part of a GPU's free memory that the cache may take."""
+"""The part of a GPU's free memory that the cache may take, unless another is asked for."""
 
 STEPS = {"cpu": 1, "cuda": 16}
 """Steps between two looks at what was written: looking waits for the device, and what a slot writes after its end is in
@@ -62,10 +62,11 @@ class Generation:
 
     Args:
       budget: tokens that the cache may hold; by default, what fits.
+      memory: the part of a GPU's free memory that the cache may take where there is no budget.
     """
 
-    def __init__(self, budget: int | None = None) -> None:
-        self.budget = budget
+    def __init__(self, budget: int | None = None, memory: float = MEMORY) -> None:
+        self.budget, self.memory = budget, memory
         self._slots: _Slots | None = None
         self._most = 0
 
@@ -108,7 +109,7 @@ class Generation:
                 return kept
             capacity = kept.capacity
         kept = self._slots = None  # its memory is needed
-        self._most = _most_slots(model, capacity, self.budget)
+        self._most = _most_slots(model, capacity, self.budget, self.memory)
         self._slots = _Slots(model, min(wanted, self._most), capacity, pad)
         return self._slots
 
@@ -149,7 +150,7 @@ def _taken(
                 break
 
 
-def _most_slots(model: Any, capacity: int, budget: int | None) -> int:
+def _most_slots(model: Any, capacity: int, budget: int | None, memory: float = MEMORY) -> int:
     kind = _kind(model)
     most = MOST_SLOTS[kind]
     if budget is None and kind == "cuda":
@@ -158,7 +159,7 @@ def _most_slots(model: Any, capacity: int, budget: int | None) -> int:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         columns = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         token = 2 * config.num_hidden_layers * heads * columns * model.dtype.itemsize
-        budget = int(MEMORY * torch.cuda.mem_get_info(model.device)[0] / token)
+        budget = int(memory * torch.cuda.mem_get_info(model.device)[0] / token)
     return most if budget is None else max(1, min(most, budget // capacity))
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...core.files import write_text
+from .packing import counted
 
 NAME = "log.jsonl"
-NEEDED = ("step", "tokens", "loss", "step_seconds", "tokens_per_second", "memory")
+NEEDED = ("step", "tokens", "loss", "step_seconds", "tokens_per_second", "data_seconds", "memory")
 CURVE = 200
 """Points of the loss curve that a run's summary holds."""
 
@@ -58,10 +59,12 @@ class Journal:
         """Throughput, memory and the loss curve, thinned."""
         times = [line["step_seconds"] for line in self.lines]
         rates = [line["tokens_per_second"] for line in self.lines]
+        waits = [line["data_seconds"] for line in self.lines]
         every = -(-len(self.lines) // CURVE)
         thinned = self.lines[::-1][::every][::-1]
         return {
             "median_step_seconds": statistics.median(times),
+            "median_data_seconds": statistics.median(waits),
             "median_tokens_per_second": statistics.median(rates),
             "peak_memory_bytes": max((line["memory"] or 0 for line in self.lines), default=0) or None,
             "curve": {name: [line[name] for line in thinned] for name in ("step", "tokens", "loss")},
@@ -86,13 +89,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def totals(loaders: list[dict[str, Any]], length: int) -> dict[str, Any]:
-    """What the loaders of all processes gave together: ``counts`` and ``dropped`` of each."""
-    counts = {k: sum(part["counts"][k] for part in loaders) for k in ("sequences", "documents", "tokens")}
-    dropped: dict[str, dict[str, int]] = {}
-    for part in loaders:
-        for algorithm, sizes in part["dropped"].items():
-            row = dropped.setdefault(algorithm, {})
-            for size, count in sizes.items():
-                row[size] = row.get(size, 0) + count
+    """What the loaders of all processes gave together, tokens with padding."""
+    counts = counted(loaders)
     tokens = counts["sequences"] * length
-    return counts | {"tokens": tokens, "padding": tokens - counts["tokens"], "dropped": dropped}
+    return counts | {"tokens": tokens, "padding": tokens - counts["tokens"]}

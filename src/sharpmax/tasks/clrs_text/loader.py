@@ -14,7 +14,7 @@ require("torch", "torch", "sharpmax.tasks.clrs_text.Loader")
 import torch  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # noqa: E402
 
-from .packing import Packed, Packer  # noqa: E402
+from .packing import Packed, Packer, counted  # noqa: E402
 
 Batch = dict[str, torch.Tensor]
 Arrays = dict[str, np.ndarray]
@@ -90,20 +90,9 @@ class Loader:
         self._states, self._turn = list(state["states"]), state["turn"]
 
     @property
-    def dropped(self) -> dict[str, dict[str, int]]:
-        """How many samples did not fit, by algorithm and size."""
-        total: dict[str, dict[str, int]] = {}
-        for state in self._states:
-            for algorithm, sizes in state["dropped"].items():
-                for size, count in sizes.items():
-                    row = total.setdefault(algorithm, {})
-                    row[size] = row.get(size, 0) + count
-        return total
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Sequences, documents and tokens (without padding) so far."""
-        return {k: sum(state[k] for state in self._states) for k in ("sequences", "documents", "tokens")}
+    def counts(self) -> dict[str, Any]:
+        """Sequences, documents and tokens (without padding) so far; what was packed and dropped, by size."""
+        return counted(self._states)
 
 
 class _Parts(IterableDataset[tuple[int, Arrays | str, dict[str, Any]]]):

@@ -186,6 +186,7 @@ TRAINED = (
     "counts",
     "seconds",
     "median_step_seconds",
+    "median_data_seconds",
     "median_tokens_per_second",
     "peak_memory_bytes",
     "curve",
@@ -197,7 +198,7 @@ def read_report(path: Path) -> dict[str, Any]:
     """The training.json of a run."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        whole = all(key in found for key in TRAINED)
+        whole = all(key in found for key in TRAINED) and dict(found["counts"]["packed"])
         if not (whole and dict(found["settings"]) and dict(found["config"]) and Split.from_json(found["split"])):
             raise KeyError
     except (OSError, ValueError, TypeError, LookupError):
@@ -222,8 +223,14 @@ def training_summary(folder: str | Path) -> dict[str, Any] | None:
 
 
 def training_sizes(training: Mapping[str, Any] | None) -> Mapping[str, Sequence[int]]:
-    """The sizes that a model was trained on; the benchmark's where nothing is known of its training."""
-    return TRAINING_SIZES if training is None else training["sizes"]
+    """The sizes that a model was trained on; the benchmark's where nothing is known of its training.
+
+    Where no sample of a size fitted the sequences of training, it is none of them.
+    """
+    if training is None:
+        return TRAINING_SIZES
+    packed = training["counts"]["packed"]
+    return {name: [n for n in sizes if str(n) in packed.get(name, {})] for name, sizes in training["sizes"].items()}
 
 
 def training_seeds(training: Mapping[str, Any] | None) -> Sequence[int]:

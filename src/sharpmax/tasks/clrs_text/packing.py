@@ -9,15 +9,17 @@ Documents that are longer than a sequence are dropped, never cut, and counted by
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .stream import Samples
+from .text import Sample
 from .tokens import Document, Encoder
 
 LENGTH = 2_048
@@ -58,6 +60,41 @@ def pack(documents: list[Document], length: int = LENGTH, *, pad: int = 0, answe
     return Packed(ids, positions, labels)
 
 
+class _Waiting(NamedTuple):
+    """A document that is in no sequence yet, and its place in the stream."""
+
+    place: int
+    sample: Sample
+    document: Document
+
+    @property
+    def tokens(self) -> int:
+        return len(self.document.ids)
+
+
+def _count(counts: dict[str, dict[str, int]], sample: Sample) -> None:
+    sizes = counts.setdefault(sample.algorithm, {})
+    sizes[str(sample.size)] = sizes.get(str(sample.size), 0) + 1
+
+
+BY_SIZE = ("dropped", "packed")
+"""What is counted by algorithm and size."""
+
+
+def counted(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several streams of packed sequences gave together."""
+    total: dict[str, Any] = {k: sum(part[k] for part in parts) for k in ("sequences", "documents", "tokens")}
+    for name in BY_SIZE:
+        counts: dict[str, dict[str, int]] = {}
+        for part in parts:
+            for algorithm, sizes in part[name].items():
+                row = counts.setdefault(algorithm, {})
+                for size, count in sizes.items():
+                    row[size] = row.get(size, 0) + count
+        total[name] = counts
+    return total
+
+
 class Packer:
     """An iterator over :class:`Packed` sequences, with a state to go on from to the bit.
 
@@ -92,7 +129,9 @@ class Packer:
         self.tokens = 0
         self.dropped: dict[str, dict[str, int]] = {}
         """How many samples did not fit, by algorithm and size; sizes are text, as in JSON."""
-        self._buffer: list[tuple[int, Document]] = []
+        self.packed: dict[str, dict[str, int]] = {}
+        """The same of those that came into a sequence."""
+        self._buffer: list[_Waiting] = []
 
     def __iter__(self) -> Iterator[Packed]:
         return self
@@ -101,12 +140,15 @@ class Packer:
         self._refill()
         if not self._buffer:
             raise StopIteration
-        chosen, left = [self._buffer.pop(0)[1]], self.length
-        left -= len(chosen[0].ids)
-        while fitting := [i for i, (_, document) in enumerate(self._buffer) if len(document.ids) <= left]:
-            best = max(fitting, key=lambda i: (len(self._buffer[i][1].ids), -i))
-            chosen.append(self._buffer.pop(best)[1])
-            left -= len(chosen[-1].ids)
+        taken, left = [self._buffer.pop(0)], self.length
+        left -= taken[0].tokens
+        while fitting := [i for i, document in enumerate(self._buffer) if document.tokens <= left]:
+            best = max(fitting, key=lambda i: (self._buffer[i].tokens, -i))
+            taken.append(self._buffer.pop(best))
+            left -= taken[-1].tokens
+        chosen = [waiting.document for waiting in taken]
+        for waiting in taken:
+            _count(self.packed, waiting.sample)
         self.sequences += 1
         self.documents += len(chosen)
         self.tokens += self.length - left
@@ -127,11 +169,11 @@ class Packer:
         return {
             "settings": self._fingerprint,
             "position": self.samples.position,
-            "waiting": [place for place, _ in self._buffer],
+            "waiting": [waiting.place for waiting in self._buffer],
             "sequences": self.sequences,
             "documents": self.documents,
             "tokens": self.tokens,
-            "dropped": {algorithm: dict(sizes) for algorithm, sizes in self.dropped.items()},
+            **{name: copy.deepcopy(getattr(self, name)) for name in BY_SIZE},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -140,10 +182,11 @@ class Packer:
             raise ValueError("expected the state of a packer with the same samples, order, tokenizer and settings")
         places = state["waiting"]
         read = {place: self.samples.read(place) for place in sorted(places)}
-        self._buffer = list(zip(places, self.encoder([read[place] for place in places]), strict=True))
+        samples = [read[place] for place in places]
+        self._buffer = [_Waiting(*parts) for parts in zip(places, samples, self.encoder(samples), strict=True)]
         self.samples.position = state["position"]
         self.sequences, self.documents, self.tokens = (state[k] for k in ("sequences", "documents", "tokens"))
-        self.dropped = {algorithm: dict(sizes) for algorithm, sizes in state["dropped"].items()}
+        self.dropped, self.packed = (copy.deepcopy(state[name]) for name in BY_SIZE)
 
     def _refill(self) -> None:
         """Read until enough documents wait. If whole rounds bring none that fits, none ever will."""
@@ -161,10 +204,9 @@ class Packer:
                 return
             for place, sample, document in zip(places, samples, self.encoder(samples), strict=True):
                 if len(document.ids) <= self.length:
-                    self._buffer.append((place, document))
+                    self._buffer.append(_Waiting(place, sample, document))
                 else:
-                    sizes = self.dropped.setdefault(sample.algorithm, {})
-                    sizes[str(sample.size)] = sizes.get(str(sample.size), 0) + 1
+                    _count(self.dropped, sample)
                     patience -= 1
             if patience < 0 and not self._buffer and not self.documents:
                 raise ValueError(f"expected samples that fit into {self.length} tokens, got only longer ones")
