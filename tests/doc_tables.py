@@ -219,8 +219,10 @@ def attention_phrases() -> list[str]:
     ranges = attention_ranges(MAIN[2])
     return [
         f"the forward pass takes {ranges['forward']} times as long as cuDNN's attention",
-        f"({ranges['flash forward']} times as long as FlashAttention 2 at 128 columns)",
-        f"with backward {ranges['backward']} times ({ranges['detached']} without the gradient",
+        f"attention, forward and backward {ranges['backward']} times; without the gradient through the temperature "
+        f"{ranges['detached']} times (up to",
+        "Of FlashAttention 2's time, at 128 columns and up to 32,768 tokens, "
+        f"forward takes {ranges['flash forward']} times, with backward {ranges['flash forward+backward']} times",
         f"{ranges['decode']} times the best stock decode, from pages {ranges['paged']} times",
     ]
 

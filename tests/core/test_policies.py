@@ -238,7 +238,7 @@ def test_bad_policies_are_refused() -> None:
         with pytest.raises(ValueError, match=r"expected|need|exclude") as caught:
             call()
         assert "\n" not in str(caught.value)
-    with pytest.raises(TypeError, match="a callable of RowStats, got int"):
+    with pytest.raises(TypeError, match="callable with RowStats, got int"):
         sharpmax.detached(3)  # pyright: ignore[reportArgumentType]
 
 

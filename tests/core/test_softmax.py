@@ -303,6 +303,11 @@ def test_bad_input_is_refused_in_one_sentence(library: str) -> None:
             "callable with RowStats, got float",
             lambda: sharpmax.adaptive_temperature_softmax(x, policy=any_object(1.0)),
         ),
+        (
+            TypeError,
+            r"expected a policy, got the class LogLength; LogLength\(\.\.\.\) makes one",
+            lambda: sharpmax.adaptive_temperature_softmax(x, policy=any_object(sharpmax.LogLength)),
+        ),
     ):
         with pytest.raises(error, match=message) as caught:
             call()

@@ -99,6 +99,8 @@ def test_a_length_is_saved_when_it_is_done_and_not_computed_again(tmp_path: Path
     assert again.table.rows == whole.table.rows
     with pytest.raises(ValueError, match="holds a diagnosis with another policy; choose another folder"):
         diagnose(model, Characters(), source, [8], out=tmp_path, policy=PAPER_HELD)
+    with pytest.raises(ValueError, match="holds a diagnosis with another layers; choose another folder"):
+        diagnose(model, Characters(), source, [24], out=tmp_path, layers=[0])  # of a length that is not there yet
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
     with pytest.raises(ValueError, match="holds a diagnosis with another model; choose another folder"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,32 @@ def test_undo_restores_the_model_exactly(make):
     assert state(model) == before
     outer.undo()
     assert state(model) == before
+
+
+def test_the_latest_call_is_undone_first():
+    model = families.causal("llama", attention="sdpa")
+    before = copy.deepcopy(state(model))
+    first, second = sharpen(model, Constant(2.0), layers=[0]), sharpen(model, PAPER, layers=[1])
+    both = copy.deepcopy(state(model))
+    with pytest.raises(ValueError, match="expected later calls of sharpen on this model to be undone first"):
+        first.undo()
+    assert state(model) == both
+    second.undo()
+    first.undo()
+    first.undo()  # nothing is left to do
+    assert state(model) == before
+    with sharpen(model, PAPER):
+        pass
+    assert state(model) == before
+
+
+def test_a_model_that_is_gone_is_not_kept():
+    model = families.causal("llama", attention="sdpa")
+    sharpen(model, PAPER)
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
 
 
 def test_undo_after_an_error():

@@ -191,7 +191,7 @@ def test_files_of_three_variants_and_the_page(two: dict[str, Any], tmp_path: Pat
     assert [path.name for path in paths] == [f"fig8.{suffix}" for suffix in ("png", "pdf", "json", "md")]
     content = json.loads(paths[2].read_text())
     assert [v["label"] for v in content["variants"].values()] == [
-        "softmax", "adaptive temperature", "adaptive temperature, range-safe"
+        "softmax", "adaptive temperature", "adaptive temperature, held"
     ]  # fmt: skip
     assert set(content["comparisons"]) == {"adaptive", "also"}
     assert content["findings"] == findings(content)
@@ -199,7 +199,7 @@ def test_files_of_three_variants_and_the_page(two: dict[str, Any], tmp_path: Pat
     for sentence in content["findings"]:
         assert sentence in content["caption"]
         assert sentence in paths[3].read_text()
-    assert "range-safe against softmax" in paths[3].read_text()
+    assert "held against softmax" in paths[3].read_text()
     page = report.write(tmp_path / "out").read_text()
     assert '<section id="fig8"' in page
     assert "sharpmax reproduce fig8" not in page

@@ -7,6 +7,7 @@ from typing import Any
 
 from .arrays import Array, accumulation_dtype, device_of, logit_rows, row_values, stop_gradient
 from .policies import PAPER, Policy, needs_spread
+from .policies.base import check_callable
 from .rowwise import RowFunction, apply
 from .stats import masked_logits, row_shift, row_stats
 
@@ -48,8 +49,7 @@ def adaptive_temperature_softmax(
     Figure 4; gradient flows through beta unless the policy is :func:`~sharpmax.detached`. ``x``, ``axis`` and ``where``
     are those of :func:`softmax`; ``policy`` is any callable that takes :class:`~sharpmax.RowStats` and returns beta.
     """
-    if not callable(policy):
-        raise TypeError(f"expected policy to be callable with RowStats, got {type(policy).__name__}")
+    check_callable(policy)
     return softmax(x, axis, where, beta=policy(row_stats(x, axis, where, with_min=needs_spread(policy))))
 
 

@@ -107,7 +107,8 @@ def diagnose(
         **({} if sample is None else {"sample": sample}),
     }
     parts = None if out is None else Path(out) / "parts"
-    found = {length: saved for length in asked if parts and (saved := _saved(parts, length, about))}
+    saved = {} if parts is None else _saved(parts, about)
+    found = {length: saved[length] for length in asked if length in saved}
     model.eval()
     for length in asked:
         if length in found:
@@ -241,7 +242,7 @@ def _about(model: Any, name: str | None) -> dict[str, Any]:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
     return {
-        "name": name or getattr(model.config, "name_or_path", "") or type(model).__name__,
+        "name": name or Path(getattr(model.config, "name_or_path", "") or type(model).__name__).name,
         "class": type(model).__name__,
         "context": getattr(config, "max_position_embeddings", None),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -262,23 +263,23 @@ def _file(length: int) -> str:
     return f"{length:07d}.json"
 
 
-def _saved(parts: Path, length: int, about: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What an earlier run saved of a length; refused if it was about something else."""
-    path = parts / _file(length)
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        theirs = content["about"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); delete it and it is made again") from None
+def _saved(parts: Path, about: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """What earlier runs saved, by length; refused if any of it was about something else."""
+    found = {}
     ours = json.loads(json.dumps(about))
-    if theirs != ours:
-        differing = ", ".join(key for key in ours if theirs.get(key) != ours[key]) or "fields"
-        raise ValueError(
-            f"{parts.parent} holds a diagnosis with another {differing}; choose another folder, or delete {parts}"
-        )
-    return content
+    for path in sorted(parts.glob("*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            theirs, length = content["about"], content["length"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}); delete it and it is made again") from None
+        if theirs != ours:
+            differing = ", ".join(key for key in ours if theirs.get(key) != ours[key]) or "fields"
+            raise ValueError(
+                f"{parts.parent} holds a diagnosis with another {differing}; choose another folder, or delete {parts}"
+            )
+        found[length] = content
+    return found
 
 
 def _together(

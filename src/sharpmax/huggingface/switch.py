@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -24,6 +25,10 @@ SAVED = "attn_implementation"
 _INTERNAL = "_attn_implementation_internal"
 
 
+_LATEST: WeakKeyDictionary[nn.Module, object | None] = WeakKeyDictionary()
+"""The mark of the last call of :func:`sharpen` on a model that was not undone."""
+
+
 class Sharpened:
     """A model with adaptive temperature on; :meth:`undo`, or the end of a ``with`` block, puts it back as it was.
 
@@ -36,12 +41,23 @@ class Sharpened:
         self.model = model
         self.rules = rules
         self._restore = restore
+        self._mark = object()
+        self._before: dict[nn.Module, object | None] = {root: _LATEST.get(root) for root in _outermost(model)}
+        _LATEST.update(dict.fromkeys(self._before, self._mark))
 
     def __repr__(self) -> str:
         return f"Sharpened({type(self.model).__name__}, {'; '.join(map(str, self.rules))})"
 
     def undo(self) -> None:
-        """Put the model's config, its submodels' and its attention back as they were; a second time does nothing."""
+        """Put the model's config, its submodels' and its attention back as they were; a second time does nothing.
+
+        What came later must be undone first, since it would come back otherwise; ValueError says so.
+        """
+        if not self._restore:
+            return
+        if any(_LATEST.get(root) is not self._mark for root in self._before):
+            raise ValueError("expected later calls of sharpen on this model to be undone first")
+        _LATEST.update(self._before)
         for owner, attributes in self._restore:
             for name, value in attributes.items():
                 if value is _ABSENT:

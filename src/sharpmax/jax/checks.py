@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..core.arrays import broadcasts, floating_dtype
+from ..core.policies.base import check_callable
 from ..mechanisms.base import check_no_mechanism
 from .geometry import ALL, Geometry, Masks
 from .varying import alike
@@ -162,5 +163,4 @@ def _band(window: Any) -> tuple[int, int]:
 def check_policy(policy: Any) -> None:
     """Refuse a policy that cannot be called, and a mechanism in the place of one."""
     check_no_mechanism(policy)
-    if not callable(policy):
-        raise TypeError(f"expected policy to be callable with RowStats, got {type(policy).__name__}")
+    check_callable(policy)

@@ -119,7 +119,7 @@ def label(policy: Sequence[Mapping[str, Any]] | None) -> str:
     """What the policies of a model are called in the figure."""
     if policy is None:
         return "softmax"
-    named = {PAPER: "adaptive temperature", PAPER_HELD: "adaptive temperature, range-safe"}
+    named = {PAPER: "adaptive temperature", PAPER_HELD: "adaptive temperature, held"}
     rule = policy[-1]
     where = "" if rule["layers"] is None and rule["heads"] is None else ", in some heads"
     made = policy_from_dict(dict(rule["policy"]))

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..core.arrays import broadcasts, product
+from ..core.policies.base import check_callable
 from ..mechanisms.base import check_no_mechanism
 from .geometry import ALL, Geometry
 
@@ -262,5 +263,4 @@ def check_dropout(dropout_p: float) -> None:
 def check_policy(policy: Any) -> None:
     """Refuse a policy that cannot be called, and a mechanism in the place of one."""
     check_no_mechanism(policy)
-    if not callable(policy):
-        raise TypeError(f"expected policy to be callable with RowStats, got {type(policy).__name__}")
+    check_callable(policy)

@@ -24,6 +24,14 @@ class Policy(Protocol):
     def __call__(self, stats: RowStats, /) -> Array: ...
 
 
+def check_callable(policy: Any) -> None:
+    """Refuse what is no policy: it cannot be called, or is a class of policies."""
+    if isinstance(policy, type):
+        raise TypeError(f"expected a policy, got the class {policy.__name__}; {policy.__name__}(...) makes one")
+    if not callable(policy):
+        raise TypeError(f"expected policy to be callable with RowStats, got {type(policy).__name__}")
+
+
 def needs_spread(policy: Policy) -> bool:
     """Whether ``policy`` reads ``stats.spread`` (assumed of any callable that does not say)."""
     return getattr(policy, "needs_spread", True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..arrays import Array, library_of, stop_gradient
 from ..stats import RowStats
-from .base import Lowered, Policy, Serialisable, needs_spread, set_field
+from .base import Lowered, Policy, Serialisable, check_callable, needs_spread, set_field
 from .length import Hard
 
 
@@ -18,7 +18,7 @@ class Detached(Serialisable):
     policy: Policy
 
     def __post_init__(self) -> None:
-        _check_policy(self.policy)
+        check_callable(self.policy)
 
     @property
     def needs_spread(self) -> bool:
@@ -50,7 +50,7 @@ class PerHead(Serialisable):
         if any(isinstance(policy, PerHead) for policy in self.policies):
             raise ValueError("expected the policies of PerHead to be for one head each, got another PerHead")
         for policy in self.policies:
-            _check_policy(policy)
+            check_callable(policy)
 
     @property
     def needs_spread(self) -> bool:
@@ -80,8 +80,3 @@ def check_heads(stats: RowStats, heads: int, what: str) -> None:
     shape = tuple(stats.sum.shape)
     if len(shape) < 2 or shape[-2] != heads:
         raise ValueError(f"expected {what} to get statistics of shape [..., {heads} heads, length], got {shape}")
-
-
-def _check_policy(policy: Any) -> None:
-    if not callable(policy):
-        raise TypeError(f"expected a policy, a callable of RowStats, got {type(policy).__name__}")
