@@ -220,7 +220,12 @@ def test_a_sharpened_model_is_another_model(tmp_path: Path) -> None:
     with sharpen(model, Constant(3)):
         sharpened = diagnose(model, Characters(), source, [16], out=tmp_path).table
     plain = diagnose(model, Characters(), source, [16]).table
-    assert sharpened.where(layer=0).rows == plain.where(layer=0).rows
+    for name in ("entropy_mean", "spread_max", "beta_mean", "sinkless_last"):  # of logits before beta
+        assert sharpened.where(layer=0).column(name) == plain.where(layer=0).column(name)
+    assert all(
+        a < h for a, h in zip(*(sharpened.column(name) for name in ("acting_mean", "entropy_mean")), strict=True)
+    )
+    assert plain.column("acting_mean") == [None] * 12
     assert sharpened.where(layer=2).rows != plain.where(layer=2).rows
     with pytest.raises(ValueError, match="holds a diagnosis with another model"):
         diagnose(model, Characters(), source, [16], out=tmp_path)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.policies import Constant
 from ..core.stats import RowStats
 from ..huggingface.interface import Call
-from ..torch.attention import row_stats
+from ..torch.attention import row_betas, row_stats
 from ..torch.blocks import accumulation
 from ..torch.checks import Inputs, checked
 from ..torch.geometry import ALL
@@ -30,12 +31,14 @@ class CallRows(NamedTuple):
     """Rows of one call, ``[B, Hq, Lq]`` each: ``whole`` of all keys, ``rest`` of all but the sink, which has ``sink``.
 
     ``counts`` (``[B, Lq]``) is true for rows that belong to a token: padding has rows too, and they mean nothing.
+    ``acting`` is the entropy after the beta of the model's own policy, NaN where it has none.
     """
 
     whole: RowStats
     rest: RowStats
     sink: RowStats
     counts: Tensor
+    acting: Tensor
 
     @property
     def sink_mass(self) -> Tensor:
@@ -73,7 +76,23 @@ def call_rows(call: Call, impl: str = "auto", sample: int | None = None) -> Call
         first = _first_keys(inputs)
         rest = _without(inputs, call.options, first, impl)
         sink = _sink(inputs, first)
-        return CallRows(rest.merge(sink), rest, sink, counting_rows(inputs))
+        whole = rest.merge(sink)
+        return CallRows(whole, rest, sink, counting_rows(inputs), _acting(call, inputs, whole, impl))
+
+
+def _acting(call: Call, inputs: Inputs, whole: RowStats, impl: str) -> Tensor:
+    """The entropy of every row after the beta of the model's own policy; NaN where there is none, or none is served.
+
+    Beta multiplies the query in the place of the logits, which is the same but where a cap or a bias comes between.
+    """
+    policy, mask = call.policy, inputs.mask
+    bent = inputs.geometry.softcap > 0 or (mask is not None and mask.dtype != torch.bool)
+    if call.mechanism is not None or bent or policy == Constant(1.0):
+        return torch.full_like(whole.sum, math.nan)
+    beta = row_betas(policy, whole)
+    scaled = (inputs.q.to(beta.dtype) * torch.where(beta.isinf(), 1.0, beta)[..., None]).to(inputs.q.dtype)
+    entropy = row_stats(scaled, inputs.k, impl=impl, **call.options).entropy
+    return torch.where(beta.isinf(), math.nan, entropy)
 
 
 def as_inputs(call: Call) -> Inputs:
@@ -138,8 +157,10 @@ def _joined(parts: list[CallRows]) -> CallRows:
     def stats(of: list[Any]) -> RowStats:
         return RowStats(*(torch.cat(fields, dim=-1) for fields in zip(*of, strict=True)))
 
-    whole, rest, sink, counts = zip(*parts, strict=True)
-    return CallRows(stats(list(whole)), stats(list(rest)), stats(list(sink)), torch.cat(counts, dim=-1))
+    whole, rest, sink, counts, acting = zip(*parts, strict=True)
+    return CallRows(
+        stats(list(whole)), stats(list(rest)), stats(list(sink)), torch.cat(counts, dim=-1), torch.cat(acting, dim=-1)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ METRICS: dict[str, str] = {
     "sink_last": "the same at the last token",
     "sinkless_mean": "entropy of the other keys' coefficients among themselves, the mean over rows after the first",
     "sinkless_last": "the same at the last token",
+    "acting_mean": "entropy after the beta of the model's own policy, the mean over rows; none for plain softmax",
+    "acting_last": "the same at the last token",
 }
 """What is known of a head after one input, by column of the table."""
 
@@ -98,6 +100,8 @@ def reduced(rows: CallRows, policy: Any) -> Tensor:
         "sink_last": at_last(sink, after),
         "sinkless_mean": over(sinkless, after),
         "sinkless_last": at_last(sinkless, after),
+        "acting_mean": over(rows.acting, counts),
+        "acting_last": at_last(rows.acting),
     }
     return torch.stack([found[name] for name in METRICS], dim=-1)
 

@@ -19,6 +19,7 @@ const METRICS = {
   spread: { name: "Logit spread δ", unit: "", digits: 2, low: 0, readings: ["last", "mean", "max"] },
   sink: { name: "Mass on the first token (sink)", unit: "", digits: 3, low: 0, high: 1, readings: ["last", "mean"] },
   sinkless: { name: "Entropy without the sink", unit: "nats", digits: 2, low: 0, readings: ["last", "mean"] },
+  acting: { name: "Entropy after the model’s own β", unit: "nats", digits: 2, low: 0, readings: ["last", "mean"] },
   beta: { name: "β under the policy", unit: "", digits: 2, readings: ["last", "mean"] },
   acts: { name: "Share of rows where the policy acts", unit: "", digits: 2, low: 0, high: 1, readings: [""] },
   outside: { name: "Share of rows outside of the policy’s range", unit: "", digits: 2, low: 0, high: 1, readings: [""] },
