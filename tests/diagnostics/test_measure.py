@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -217,14 +218,16 @@ def test_a_model_that_gives_nan(tmp_path: Path) -> None:
 
 def test_a_sharpened_model_is_another_model(tmp_path: Path) -> None:
     model, source = build("llama"), Prefixes([TEXT], "words")
-    with sharpen(model, Constant(3)):
-        sharpened = diagnose(model, Characters(), source, [16], out=tmp_path).table
-    plain = diagnose(model, Characters(), source, [16]).table
+    with sharpen(model, Constant(3), layers=[0, 1]):
+        found = diagnose(model, Characters(), source, [16], out=tmp_path)
+    sharpened, plain = found.table, diagnose(model, Characters(), source, [16]).table
+    acting = [row for row in sharpened if row["layer"] < 2]
+    after, before = (statistics.fmean(row[name] for row in acting) for name in ("acting_mean", "entropy_mean"))
+    assert f"{after:.2f} nats on average after its beta in 8 heads, {before:.2f} before" in found.findings[1]
+    assert "8 of 12 heads run with a policy of their own" in " ".join(sentences(Heads(found.data)))
     for name in ("entropy_mean", "spread_max", "beta_mean", "sinkless_last"):  # of logits before beta
         assert sharpened.where(layer=0).column(name) == plain.where(layer=0).column(name)
-    assert all(
-        a < h for a, h in zip(*(sharpened.column(name) for name in ("acting_mean", "entropy_mean")), strict=True)
-    )
+    assert all(row["acting_mean"] < row["entropy_mean"] for row in acting)
     assert plain.column("acting_mean") == [None] * 12
     assert sharpened.where(layer=2).rows != plain.where(layer=2).rows
     with pytest.raises(ValueError, match="holds a diagnosis with another model"):

@@ -145,6 +145,7 @@ def sentences(heads: Heads) -> list[str]:
     """The findings, most important first."""
     made = [
         _growth(heads),
+        _own(heads),
         _losing(heads),
         _sinks(heads),
         _spreads(heads),
@@ -172,6 +173,37 @@ def _growth(heads: Heads) -> str:
         f"Read {where_read(heads)}, the entropy of the average head {verb} from {entropy[0]:.2f} to {entropy[-1]:.2f} "
         f"nats as inputs grow from {heads.span}; as a share of uniform "
         f"attention's it goes from {share[0]:.0%} to {share[-1]:.0%}."
+    )
+
+
+class Own(NamedTuple):
+    """Heads that run with a policy of their own, at the longest input: how many, and their mean entropies."""
+
+    heads: int
+    before: float
+    after: float
+
+
+def own(heads: Heads) -> Own | None:
+    """What the model's own policies do to entropies; ``None`` for plain softmax."""
+    if f"acting_{heads.reading}" not in heads.data["columns"]:
+        return None
+    after, before = heads.read("acting")[-1], heads.read("entropy")[-1]
+    known = ~np.isnan(after)
+    if not known.any():
+        return None
+    return Own(int(known.sum()), float(before[known].mean()), float(after[known].mean()))
+
+
+def _own(heads: Heads) -> str:
+    found = own(heads)
+    if found is None:
+        return ""
+    total = len(heads.heads)
+    which = "The heads run" if found.heads == total else f"{found.heads} of {counted(total, 'head')} run"
+    return (
+        f"{which} with a policy of their own: numbers are of logits before its beta. After it their entropy at the "
+        f"longest input is {found.after:.2f} nats on average, {found.before:.2f} before."
     )
 
 

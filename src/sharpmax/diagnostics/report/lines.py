@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .findings import FAST, Heads, counted, fastest, gaining, sharpest, theorem, where_read
+from .findings import FAST, Heads, counted, fastest, gaining, own, sharpest, theorem, where_read
 
 SHARPEST = 3
 """How many of the sharpest heads are named."""
@@ -11,6 +11,7 @@ SHARPEST = 3
 def lines(heads: Heads) -> list[str]:
     """What was found, in plain characters: what was measured, and a few lines for each finding."""
     said = {
+        "own policy": _own(heads),
         "sharpest": _sharpest(heads),
         "losing it": _losing(heads),
         "logit spread": _spread(heads),
@@ -24,6 +25,14 @@ def _about(heads: Heads) -> str:
     layers = len({layer for layer, _ in heads.heads})
     size = f"{counted(layers, 'layer')}, {counted(len(heads.heads), 'head')}"
     return f"{heads.data['model']['name']}: {size}, {heads.span}, read {where_read(heads)}"
+
+
+def _own(heads: Heads) -> list[str]:
+    found = own(heads)
+    if found is None:
+        return []
+    which = "" if found.heads == len(heads.heads) else f" in {counted(found.heads, 'head')}"
+    return [f"{found.after:.2f} nats on average after its beta{which}, {found.before:.2f} before"]
 
 
 def _sharpest(heads: Heads) -> list[str]:
