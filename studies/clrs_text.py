@@ -7,7 +7,7 @@
     DIR/fig8.png, ...          Figure 8, and what it says in numbers
     DIR/heads/NAME             a diagnosis of the model after training, and before (`start`) if it had weights then
 
-Every stage goes on where it was stopped: kill it whenever you like and give the same command again. On an NVIDIA GPU,
+Every stage goes on where it was stopped, by Ctrl-C say: give the same command again. On an NVIDIA GPU,
 evaluations share it through MPS where that works; what programs print that run together is in DIR/logs.
 """
 
@@ -35,6 +35,8 @@ from sharpmax.tasks.clrs_text.command import find_encoder
 from sharpmax.tasks.clrs_text.training_command import POLICIES
 
 MPS = "nvidia-cuda-mps-control"
+MPS_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+CONTEXT = 2_048
 EVERY = 20
 """Seconds between two lines on how far evaluations are."""
 
@@ -59,7 +61,7 @@ def together(out: Path, programs: Mapping[str, list[str]], files: str) -> None:
     running, failed, told = {}, [], time.monotonic()
     with contextlib.ExitStack() as stack:
         for name, words in programs.items():
-            log = stack.enter_context((out / "logs" / f"{name}.txt").open("a"))
+            log = stack.enter_context((out / "logs" / f"{name}.txt").open("w"))
             running[name] = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
             stack.callback(_end, running[name])
         while running:
@@ -67,13 +69,15 @@ def together(out: Path, programs: Mapping[str, list[str]], files: str) -> None:
             ended = {name: process.returncode for name, process in running.items() if process.poll() is not None}
             for name, code in ended.items():
                 del running[name]
-                failed += [name] * bool(code)
+                failed += [(name, code)] * bool(code)
             if ended or time.monotonic() - told > EVERY:
                 told = time.monotonic()
                 print(f"{', '.join(programs)}: {len(list(out.glob(files)))} parts are done", flush=True)
     if failed:
-        logs = [(name, out / "logs" / f"{name}.txt") for name in failed]
-        sys.exit("\n".join(f"{name}: {last_line(log)} (all of it: {log})" for name, log in logs))
+        logs = {name: out / "logs" / f"{name}.txt" for name, _ in failed}
+        sys.exit(
+            "\n".join(f"{name} ended with {code}: {last_line(logs[name])} (in {logs[name]})" for name, code in failed)
+        )
 
 
 def last_line(log: Path) -> str:
@@ -97,22 +101,21 @@ def shared_gpu() -> Iterator[list[str]]:
         yield []
         return
     options = ["--device", "cuda"]
-    if shutil.which(MPS) is None:
+    if shutil.which(MPS) is None or any(name in os.environ for name in MPS_FOLDERS):  # none, or somebody's own
         yield options
         return
     with tempfile.TemporaryDirectory() as folder:  # its path is short, as that of a socket must be
-        names = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
-        for place in names.values():
-            Path(place).mkdir()
-        os.environ.update(names)
+        for name, place in zip(MPS_FOLDERS, ("pipe", "log"), strict=True):
+            (Path(folder) / place).mkdir()
+            os.environ[name] = f"{folder}/{place}"
         subprocess.run([MPS, "-d"], check=False)
         try:
             if not gpu_answers():
-                _stop_mps(names)
+                _stop_mps()
                 print("MPS does not work here: evaluations take turns on the GPU", flush=True)
             yield options
         finally:
-            _stop_mps(names)
+            _stop_mps()
 
 
 def gpu_answers() -> bool:
@@ -124,10 +127,11 @@ def gpu_answers() -> bool:
         return False
 
 
-def _stop_mps(names: Mapping[str, str]) -> None:
-    if names.keys() <= os.environ.keys():
-        subprocess.run([MPS], input=b"quit\n", check=False, timeout=60)
-        for name in names:
+def _stop_mps() -> None:
+    if MPS_FOLDERS[0] in os.environ:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([MPS], input=b"quit\n", check=False, timeout=20)
+        for name in MPS_FOLDERS:
             del os.environ[name]
 
 
@@ -175,6 +179,10 @@ def diagnose(asked: argparse.Namespace) -> None:
     prompts = asked.out / f"prompts_{lengths[-1]}.jsonl"
     if not prompts.exists():
         texts = long_samples(str(asked.out / "runs" / "none" / "model"), lengths[-1])
+        if not texts:
+            sys.exit(
+                f"expected samples of {lengths[-1]:,} to {CONTEXT:,} tokens to diagnose with, got none: see --lengths"
+            )
         write_text(prompts, "".join(f"{json.dumps(text)}\n" for text in texts))
     if not made_anew(asked.model):
         models["start"] = asked.model
@@ -192,12 +200,12 @@ def made_anew(model: str) -> bool:
 
 
 def long_samples(model: str, tokens: int) -> list[str]:
-    """One sample of each algorithm that has one with at least so many tokens and at most a context of 2,048."""
-    encoder, split, texts = find_encoder(model), evaluation(), []
+    """One sample of each algorithm that has one with at least so many tokens and at most those of a context."""
+    tokenizer, split, texts = find_encoder(model).tokenizer, evaluation(), []
     for algorithm, sizes in split.sizes.items():
         samples = [next(generate_samples(algorithm, size, split.seeds[0])) for size in sizes]
-        lengths = [len(document.ids) for document in encoder(samples)]
-        texts += [s.question + s.answer for s, n in zip(samples, lengths, strict=True) if tokens <= n <= 2_048][-1:]
+        whole = [sample.question + sample.answer for sample in samples]
+        texts += [text for text in whole if tokens <= len(tokenizer(text)["input_ids"]) <= CONTEXT][-1:]
     return texts
 
 
@@ -205,7 +213,9 @@ STAGES = {"train": train, "evaluate": evaluate, "figure": figure, "diagnose": di
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     workers = min(8, os.cpu_count() or 1)
     options = f"--workers {workers} --compile --save-dtype bfloat16"
     parser.add_argument("--out", type=Path, required=True)
@@ -216,8 +226,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", default="3,14", help="of the evaluation set")
     parser.add_argument("--lengths", default="96,192,384,768,1536", help="of prefixes, in tokens, to diagnose")
     parser.add_argument("--stages", default=",".join(STAGES))
-    parser.add_argument("--training", default=options, help="options of `sharpmax clrs-text train`")
-    parser.add_argument("--evaluation", default="", help="options of `sharpmax clrs-text evaluate`")
+    parser.add_argument("--training", default=options, help=f"of `sharpmax clrs-text train`, in place of {options!r}")
+    parser.add_argument("--evaluation", default="", help="of `sharpmax clrs-text evaluate`")
     asked = parser.parse_args(words)
     asked.stages, policies = asked.stages.split(","), asked.policies.split(",")
     asked.training, asked.evaluation = asked.training.split(), asked.evaluation.split()
@@ -226,6 +236,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if policies[0] != "none" or not 2 <= len(policies) <= 3:
         parser.error(f"expected none and one or two other policies, got {', '.join(policies)}")
     asked.policies = {Path(policy).stem: policy for policy in policies}
+    if len(asked.policies) < len(policies) or "start" in asked.policies:
+        parser.error(f"expected policies of different names, and none called start, got {', '.join(policies)}")
+    if asked.samples < 1 or asked.tokens < 1:
+        parser.error(f"expected at least one sample and one token, got {asked.samples} and {asked.tokens}")
     try:
         for policy in policies:
             find_policy(policy, POLICIES)

@@ -75,7 +75,7 @@ def test_prompts_of_a_file_and_the_task(tiny: list[str], tmp_path: Path) -> None
     prompts.write_text("x" * 100)
     *_, path = diagnose_command("gpt2", tmp_path / "d", prompts=prompts).paths  # and with the learned positions
     assert [e["length"] for e in json.loads(path.read_text())["lengths"]] == [64]
-    (tmp_path / "texts.jsonl").write_text('"two lines\\nof one"\n"and a second text"\n')
+    (tmp_path / "texts.jsonl").write_text('"two lines\\nof\u2028one"\n"and a second text"\n')
     *_, path = diagnose_command("llama", tmp_path / "e", prompts=tmp_path / "texts.jsonl", lengths="16,17").paths
     assert [len(entry["tokens"]) for entry in json.loads(path.read_text())["lengths"]] == [2, 1]
     assert len(tiny) == 5

@@ -98,13 +98,18 @@ def test_a_length_is_saved_when_it_is_done_and_not_computed_again(tmp_path: Path
     assert told[32] == told[64] == [0, pytest.approx(1 / 3), pytest.approx(2 / 3), 1]  # three layers
     again = diagnose(model, Characters(), source, [8, 16, 32, 64])
     assert again.table.rows == whole.table.rows
-    with pytest.raises(ValueError, match="holds a diagnosis with another policy; choose another folder"):
+    with pytest.raises(ValueError, match="holds a diagnosis that differs in policy; choose another folder"):
         diagnose(model, Characters(), source, [8], out=tmp_path, policy=PAPER_HELD)
-    with pytest.raises(ValueError, match="holds a diagnosis with another layers; choose another folder"):
+    with pytest.raises(ValueError, match="holds a diagnosis that differs in layers; choose another folder"):
         diagnose(model, Characters(), source, [24], out=tmp_path, layers=[0])  # of a length that is not there yet
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
-    with pytest.raises(ValueError, match="holds a diagnosis with another model; choose another folder"):
+    with pytest.raises(ValueError, match="holds a diagnosis that differs in model; choose another folder"):
+        diagnose(model, Characters(), source, [8], out=tmp_path)
+    old = json.loads((tmp_path / "parts" / "0000008.json").read_text())
+    old["about"]["schema"] = "sharpmax.diagnosis/1"
+    (tmp_path / "parts" / "0000008.json").write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="that differs in schema, model; choose another folder"):
         diagnose(model, Characters(), source, [8], out=tmp_path)
     (tmp_path / "parts" / "0000008.json").write_text('{"about"')
     with pytest.raises(ValueError, match=r"0000008\.json is damaged"):
@@ -223,14 +228,14 @@ def test_a_sharpened_model_is_another_model(tmp_path: Path) -> None:
     sharpened, plain = found.table, diagnose(model, Characters(), source, [16]).table
     acting = [row for row in sharpened if row["layer"] < 2]
     after, before = (statistics.fmean(row[name] for row in acting) for name in ("acting_mean", "entropy_mean"))
-    assert f"{after:.2f} nats on average after its beta in 8 heads, {before:.2f} before" in found.findings[1]
+    assert f"{after:.2f} nats on average after beta in 8 heads, {before:.2f} before" in found.findings[1]
     assert "8 of 12 heads run with a policy of their own" in " ".join(sentences(Heads(found.data)))
     for name in ("entropy_mean", "spread_max", "beta_mean", "sinkless_last"):  # of logits before beta
         assert sharpened.where(layer=0).column(name) == plain.where(layer=0).column(name)
     assert all(row["acting_mean"] < row["entropy_mean"] for row in acting)
     assert plain.column("acting_mean") == [None] * 12
     assert sharpened.where(layer=2).rows != plain.where(layer=2).rows
-    with pytest.raises(ValueError, match="holds a diagnosis with another model"):
+    with pytest.raises(ValueError, match="holds a diagnosis that differs in model"):
         diagnose(model, Characters(), source, [16], out=tmp_path)
 
 

@@ -188,6 +188,14 @@ def test_where_the_entropy_after_beta_is_not_known() -> None:
         assert {row["acting_mean"] for row in stats} == {None}
 
 
+def test_heads_of_a_layer_may_differ_in_having_a_policy() -> None:
+    model, inputs = build("llama"), batch("")
+    with torch.no_grad(), sharpen(model, Constant(3.0), heads={0: [1]}), record(model) as stats:
+        model(**inputs)
+    acting = {(row["layer"], row["head"]) for row in stats if row["acting_mean"] is not None}
+    assert acting == {(0, 1)}
+
+
 def test_policies_that_are_idle_stay_so() -> None:
     model, inputs = build("llama"), batch("")
     sharpen(model, Constant(3))

@@ -81,6 +81,44 @@ def test_the_latest_call_is_undone_first():
     assert state(model) == before
 
 
+def test_the_order_of_undoing_holds_for_parts_of_a_model_too():
+    for parts in (("model", ""), ("", "model")):
+        model = families.causal("llama", attention="sdpa")
+        before = copy.deepcopy(state(model))
+        first, second = (sharpen(getattr(model, name) if name else model, PAPER) for name in parts)
+        with pytest.raises(ValueError, match="to be undone first"):
+            first.undo()
+        second.undo()
+        first.undo()
+        assert state(model) == before
+
+
+def test_a_call_that_nobody_holds_does_not_stand_in_the_way():
+    model = families.causal("llama", attention="sdpa")
+    before = copy.deepcopy(state(model))
+    with sharpen(model, PAPER, layers=[0]):
+        sharpen(model, Constant(2.0), layers=[1])
+    assert state(model) == before
+
+
+def test_the_error_of_a_block_is_not_hidden():
+    model = families.causal("llama", attention="sdpa")
+    later = None
+
+    def block() -> None:
+        nonlocal later
+        with sharpen(model, PAPER, layers=[0]):
+            later = sharpen(model, Constant(2.0), layers=[1])
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as raised:
+        block()
+    assert raised.value.__notes__ == [
+        "the model stays sharpened: expected later calls of sharpen on this model to be undone first"
+    ]
+    assert later is not None
+
+
 def test_a_model_that_is_gone_is_not_kept():
     model = families.causal("llama", attention="sdpa")
     sharpen(model, PAPER)

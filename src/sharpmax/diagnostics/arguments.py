@@ -76,8 +76,11 @@ def _source(prompts: Path | None, task: str | None, text: Path | None, count: in
     if sum(given is not None for given in (prompts, task, text)) > 1:
         raise ValueError("expected one of --prompts, --task and --text, got several")
     if prompts is not None:
-        lines = [line for line in _read(prompts).splitlines() if line.strip()]
-        texts = [_string(line, prompts) for line in lines] if prompts.suffix == ".jsonl" else lines
+        content = _read(prompts)
+        if prompts.suffix == ".jsonl":  # a JSON string may hold what splitlines takes for the end of a line
+            texts = [_string(line, prompts) for line in content.split("\n") if line.strip()]
+        else:
+            texts = [line for line in content.splitlines() if line.strip()]
         return Prefixes(texts or [""], prompts.name)
     if text is not None:
         return Prefixes([_read(text)], text.name)

@@ -30,7 +30,7 @@ from .sources import Source
 from .summary import METRICS
 from .table import Table, as_json, number, rounded, table_of
 
-SCHEMA = "sharpmax.diagnosis/1"
+SCHEMA = "sharpmax.diagnosis/2"
 COLUMNS = ("length", "layer", "head", "window", "prompts", *METRICS, "entropy_last_over_prompts", "dispersion_n")
 """Columns of a diagnosis: means over the prompts of one length, but for ``spread_min`` and ``spread_max``."""
 
@@ -270,13 +270,14 @@ def _saved(parts: Path, about: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     for path in sorted(parts.glob("*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            theirs, length = content["about"], content["length"]
+            theirs, length = dict(content["about"]), content["length"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged ({error!r}); delete it and it is made again") from None
         if theirs != ours:
             differing = ", ".join(key for key in ours if theirs.get(key) != ours[key]) or "fields"
             raise ValueError(
-                f"{parts.parent} holds a diagnosis with another {differing}; choose another folder, or delete {parts}"
+                f"{parts.parent} holds a diagnosis that differs in {differing}; choose another folder, or delete "
+                f"{parts}"
             )
         found[length] = content
     return found

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.policies import Constant
+from ..core.policies import Constant, PerHead
 from ..core.stats import RowStats
 from ..huggingface.interface import Call
 from ..torch.attention import row_betas, row_stats
@@ -81,9 +81,10 @@ def call_rows(call: Call, impl: str = "auto", sample: int | None = None) -> Call
 
 
 def _acting(call: Call, inputs: Inputs, whole: RowStats, impl: str) -> Tensor:
-    """The entropy of every row after the beta of the model's own policy; NaN where there is none, or none is served.
+    """The entropy of every row after the beta of the model's own policy; NaN where a head has plain softmax.
 
-    Beta multiplies the query in the place of the logits, which is the same but where a cap or a bias comes between.
+    Beta multiplies the query in the place of the logits. That is not the same where a cap or a bias comes between, and
+    not done where beta is infinite: NaN there as well.
     """
     policy, mask = call.policy, inputs.mask
     bent = inputs.geometry.softcap > 0 or (mask is not None and mask.dtype != torch.bool)
@@ -92,7 +93,9 @@ def _acting(call: Call, inputs: Inputs, whole: RowStats, impl: str) -> Tensor:
     beta = row_betas(policy, whole)
     scaled = (inputs.q.to(beta.dtype) * torch.where(beta.isinf(), 1.0, beta)[..., None]).to(inputs.q.dtype)
     entropy = row_stats(scaled, inputs.k, impl=impl, **call.options).entropy
-    return torch.where(beta.isinf(), math.nan, entropy)
+    heads = policy.policies if isinstance(policy, PerHead) else ()
+    plain = torch.tensor([own == Constant(1.0) for own in heads] or [False], device=beta.device)
+    return torch.where(beta.isinf() | plain[:, None], math.nan, entropy)
 
 
 def as_inputs(call: Call) -> Inputs:

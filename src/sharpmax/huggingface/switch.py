@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,8 +25,8 @@ SAVED = "attn_implementation"
 _INTERNAL = "_attn_implementation_internal"
 
 
-_LATEST: WeakKeyDictionary[nn.Module, object | None] = WeakKeyDictionary()
-"""The mark of the last call of :func:`sharpen` on a model that was not undone."""
+_CALLS: WeakKeyDictionary[nn.Module, list[ref[Sharpened]]] = WeakKeyDictionary()
+"""The calls of :func:`sharpen` on a model, in their order. One whose handle nobody holds cannot be undone any more."""
 
 
 class Sharpened:
@@ -41,9 +41,8 @@ class Sharpened:
         self.model = model
         self.rules = rules
         self._restore = restore
-        self._mark = object()
-        self._before: dict[nn.Module, object | None] = {root: _LATEST.get(root) for root in _outermost(model)}
-        _LATEST.update(dict.fromkeys(self._before, self._mark))
+        for part in self._parts():
+            _CALLS.setdefault(part, []).append(ref(self))
 
     def __repr__(self) -> str:
         return f"Sharpened({type(self.model).__name__}, {'; '.join(map(str, self.rules))})"
@@ -55,9 +54,11 @@ class Sharpened:
         """
         if not self._restore:
             return
-        if any(_LATEST.get(root) is not self._mark for root in self._before):
+        held = {part: [call for known in _CALLS.get(part, []) if (call := known())] for part in self._parts()}
+        if any(calls[-1] is not self for calls in held.values() if self in calls):
             raise ValueError("expected later calls of sharpen on this model to be undone first")
-        _LATEST.update(self._before)
+        for part, calls in held.items():
+            _CALLS[part] = [ref(call) for call in calls if call is not self]
         for owner, attributes in self._restore:
             for name, value in attributes.items():
                 if value is _ABSENT:
@@ -66,13 +67,22 @@ class Sharpened:
                     owner.__dict__[name] = value
         self._restore = []
 
+    def _parts(self) -> list[PreTrainedModel]:
+        """The models of transformers that it changes, those within others too."""
+        return [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.undo()
+        try:
+            self.undo()
+        except ValueError as late:
+            if error is None:
+                raise
+            error.add_note(f"the model stays sharpened: {late}")
 
 
 _ABSENT: Any = object()

@@ -12,7 +12,7 @@ from ..core.policies import PAPER, PAPER_HELD, Constant, policy_from_dict
 from ..inputs import InputError, user_input
 from ..tasks.clrs_text.outcomes import LEFT_OUT, load_evaluation
 from ..tasks.clrs_text.settings import FREE
-from .fig8_views import CAPTION, color_sentence, draw, figure_size, findings, markdown, training_sentence
+from .fig8_views import CAPTION, FEWEST, color_sentence, draw, figure_size, findings, markdown, training_sentence
 from .figures import numbers, render, save_exhibit
 from .paired import Pairs, holm, intervals, mcnemar
 
@@ -26,8 +26,6 @@ PARTS: dict[str, Callable[[int, Sequence[int]], bool]] = {
 """In distribution, which is at sizes of training, out of it, and the part of that which is larger than any of them."""
 
 NEEDED = ("--baseline", "--adaptive")
-FEWEST = 20
-"""Samples that an algorithm needs to be in the mean over algorithms, where each counts as much as any other."""
 
 
 def data(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

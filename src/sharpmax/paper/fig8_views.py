@@ -26,6 +26,8 @@ PARTS = {
 IN_PANELS = ("in", "out")
 FAINT = 0.35
 SIGNED = "\N{MINUS SIGN}"
+FEWEST = 20
+"""Samples that an algorithm needs to be in the mean over algorithms, where each counts as much as any other."""
 
 TITLES = {
     "bfs": "breadth-first search",
@@ -113,7 +115,7 @@ def _mean(total: Mapping[str, Any], algorithms: int) -> str:
     if total["mean_interval"] is None:
         return ""
     low, high = (points(bound) for bound in total["mean_interval"])
-    few = "" if total["mean_of"] == algorithms else f" over the {total['mean_of']} with samples enough"
+    few = "" if total["mean_of"] == algorithms else f" over the {total['mean_of']} with at least {FEWEST} samples"
     return f"the mean difference{few} is {points(total['mean_difference'])} points (95% interval {low} to {high}), and "
 
 
@@ -260,7 +262,7 @@ def _totals(parts: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-MEAN_COLUMNS = ("algorithms with 20 samples or more", "their mean", "95%")
+MEAN_COLUMNS = (f"algorithms with {FEWEST} samples or more", "their mean", "95%")
 
 
 def _mean_cells(total: Mapping[str, Any]) -> list[str]:

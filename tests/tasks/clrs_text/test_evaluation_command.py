@@ -58,8 +58,10 @@ def test_the_command_evaluates_a_training_run(trained: Path, tmp_path: Path, mon
         models.append(model)
         return Student(Encoder(CharacterTokenizer()), settings, even)(model, *arguments, **options)
 
-    monkeypatch.setattr(accuracy, "_generation", lambda memory: generate)
-    lines = evaluate_command(str(trained), tmp_path / "out", **ASKED)
+    memories: list[float | None] = []
+    monkeypatch.setattr(accuracy, "_generation", lambda memory: memories.append(memory) or generate)
+    lines = evaluate_command(str(trained), tmp_path / "out", **ASKED, memory=0.4)
+    assert memories == [0.4]
     assert lines[0] == "run: 16 samples of 2 algorithms, 0 more are longer than 2,048 tokens and left out"
     assert lines[1] == "  right at training sizes: 50.0%, the mean over algorithms"
     assert "generated tokens/s" in lines[4]
@@ -170,6 +172,17 @@ def test_nothing_is_known_of_a_model_that_is_no_folder(tmp_path: Path, monkeypat
     assert found is not None
     assert found["seeds"] == [0]
     assert {"start", "processes"} <= set(found)
+
+
+def test_the_report_of_an_earlier_version_is_called_that(trained: Path, tmp_path: Path) -> None:
+    known = json.loads((trained / "training.json").read_text())
+    for lacking in (
+        {**known, "counts": {"tokens": 1024}},
+        {k: v for k, v in known.items() if k != "median_data_seconds"},
+    ):
+        (trained / "training.json").write_text(json.dumps(lacking))
+        with pytest.raises(InputError, match="was written by an earlier version, which did not count the sizes"):
+            evaluate_command(str(trained), tmp_path / "out", **ASKED)
 
 
 def test_a_run_that_is_not_finished_is_refused(trained: Path, tmp_path: Path) -> None:

@@ -183,6 +183,9 @@ def test_batches_are_the_packers_sequences():
     again.restore(loader.state())
     assert torch.equal(next(iter(again))["input_ids"], torch.from_numpy(np.stack([next(plain)[0] for _ in range(4)])))
     assert len(list(PackedDataset(packer(epochs=1)))) == len(list(packer(epochs=1)))
+    old = {key: value for key, value in plain.state().items() if key != "packed"}  # of an earlier version
+    with pytest.raises(ValueError, match="expected the state of a packer with the same samples"):
+        packer().restore(old)
     with pytest.raises(ValueError, match="a loader with batch 4, got 2"):
         again.restore(Loader(packer(), 2).state())
     with pytest.raises(ValueError, match="at least 1 and at least 0 workers"):

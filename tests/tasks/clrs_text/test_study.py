@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -88,7 +89,7 @@ def test_one_that_fails_is_told_when_the_others_are_done(tmp_path):
     }
     with contextlib.chdir(tmp_path), pytest.raises(SystemExit) as raised:
         study.together(tmp_path, programs, "*")
-    assert raised.value.code == f"bad: what went wrong (all of it: {tmp_path / 'logs' / 'bad.txt'})"
+    assert raised.value.code == f"bad ended with 3: what went wrong (in {tmp_path / 'logs' / 'bad.txt'})"
     assert (tmp_path / "done").exists()
 
 
@@ -98,22 +99,29 @@ from pathlib import Path
 from studies import clrs_text as study
 
 signal.signal(signal.SIGTERM, study.leave)
+study.torch.cuda.is_available = lambda: False
 study.sharpmax = lambda *_: [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(99)"]
 study.trained = lambda asked: dict.fromkeys(asked.policies, Path("run"))
 study.main(["--out", sys.argv[1], "--stages", "evaluate"])
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def children_of(process: int) -> Path:
+    return Path(f"/proc/{process}/task/{process}/children")
+
+
+@pytest.mark.skipif(not children_of(os.getpid()).exists(), reason="looks for processes in /proc")
 def test_a_kill_ends_the_programs_of_a_stage(tmp_path):
     running = subprocess.Popen([sys.executable, "-c", LEFT, str(tmp_path)], cwd=ROOT, stdout=subprocess.DEVNULL)
     logs = [tmp_path / "logs" / f"evaluate_{policy}.txt" for policy in ("none", "paper")]
     until = time.monotonic() + 60
-    while not all(log.exists() and log.read_text() for log in logs) and time.monotonic() < until:
-        time.sleep(0.1)
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    assert len(children) == 2
-    running.terminate()
+    try:
+        while not all(log.exists() and log.read_text() for log in logs) and time.monotonic() < until:
+            time.sleep(0.1)
+        children = children_of(running.pid).read_text().split()
+        assert len(children) == 2
+    finally:
+        running.terminate()
     assert running.wait(60) == 143
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
@@ -124,6 +132,8 @@ def test_a_kill_ends_the_programs_of_a_stage(tmp_path):
         (["--stages", "train,plot"], "expected stages of train, evaluate, figure, diagnose, got 'plot'"),
         (["--policies", "paper,none"], "expected none and one or two other policies, got paper, none"),
         (["--policies", "none"], "expected none and one or two other policies, got none"),
+        (["--policies", "none,paper,none"], "expected policies of different names, and none called start, got none,"),
+        (["--samples", "0"], "expected at least one sample and one token, got 0 and 100663296"),
         (["--policies", "none,foo"], "expected the policy to be none, paper, paper-held or a policy file, got 'foo'"),
         (["--seeds", "x"], "expected seeds to be whole numbers or ranges with commas between them, got 'x'"),
         (["--lengths", "x"], "expected lengths to be whole numbers or ranges with commas between them, got 'x'"),
@@ -133,6 +143,45 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, words, message):
     with pytest.raises(SystemExit):
         study.main(["--out", str(tmp_path), *words])
     assert message in capsys.readouterr().err
+
+
+FAKE = """#!/bin/sh
+if [ "$1" = -d ]; then echo began $CUDA_MPS_PIPE_DIRECTORY >> {log}; else read word; echo $word >> {log}; fi
+"""
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_gpu_is_shared_where_that_works(tmp_path, monkeypatch, works):
+    log = tmp_path / "log"
+    control = tmp_path / study.MPS
+    control.write_text(FAKE.format(log=log))
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(study.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(study, "gpu_answers", lambda: works)
+    with study.shared_gpu() as options:
+        assert options == ["--device", "cuda"]
+        assert (study.MPS_FOLDERS[0] in os.environ) == works
+        folder = log.read_text().split()[1]
+        assert Path(folder).is_dir()
+    assert not set(study.MPS_FOLDERS) & set(os.environ)
+    assert log.read_text().split() == ["began", folder, "quit"]
+    assert not Path(folder).exists()
+    monkeypatch.setenv(study.MPS_FOLDERS[0], "mine")  # somebody's own is left alone
+    with study.shared_gpu() as options:
+        assert options == ["--device", "cuda"]
+    assert os.environ[study.MPS_FOLDERS[0]] == "mine"
+    assert len(log.read_text().split()) == 3
+
+
+def test_each_evaluation_gets_its_part_of_the_memory(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(study, "together", lambda out, programs, files: said.extend(map(" ".join, programs.values())))
+    monkeypatch.setattr(study, "trained", lambda asked: dict.fromkeys(asked.policies, tmp_path))
+    monkeypatch.setattr(study, "shared_gpu", lambda: contextlib.nullcontext(["--device", "cuda"]))
+    study.main(["--out", str(tmp_path), "--stages", "evaluate"])
+    assert len(said) == 2
+    assert all("--device cuda --memory 0.40" in line for line in said)
 
 
 def test_evaluation_needs_training(tmp_path):

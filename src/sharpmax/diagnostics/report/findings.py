@@ -202,8 +202,8 @@ def _own(heads: Heads) -> str:
     total = len(heads.heads)
     which = "The heads run" if found.heads == total else f"{found.heads} of {counted(total, 'head')} run"
     return (
-        f"{which} with a policy of their own: numbers are of logits before its beta. After it their entropy at the "
-        f"longest input is {found.after:.2f} nats on average, {found.before:.2f} before."
+        f"{which} with a policy of their own. All other numbers are of logits before its beta; after it, the entropy "
+        f"of these heads at the longest input is {found.after:.2f} nats on average, {found.before:.2f} before."
     )
 
 

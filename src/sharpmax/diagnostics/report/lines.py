@@ -32,7 +32,7 @@ def _own(heads: Heads) -> list[str]:
     if found is None:
         return []
     which = "" if found.heads == len(heads.heads) else f" in {counted(found.heads, 'head')}"
-    return [f"{found.after:.2f} nats on average after its beta{which}, {found.before:.2f} before"]
+    return [f"entropy {found.after:.2f} nats on average after beta{which}, {found.before:.2f} before"]
 
 
 def _sharpest(heads: Heads) -> list[str]:

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...core.files import write_text
 
-SCHEMA = "sharpmax.clrs-text-checkpoint/2"
+SCHEMA = "sharpmax.clrs-text-checkpoint/3"
 FIELDS = ("folder", "step", "groups", "settings", "config", "start", "seconds", "memory", "processes")
 POINTER = "checkpoint.json"
 FOLDER = re.compile(r"\.?checkpoint-\d+.*")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .benchmark import TRAINING_SIZES, Split
 from .benchmark import training as training_split
 
-FORMAT = 1
+FORMAT = 2
 FILE = "evaluation.json"
 
 LEFT_OUT = "-"
@@ -174,7 +174,10 @@ def load_evaluation(path: str | Path) -> dict[str, Any]:
             f"{path} is not an evaluation, or is damaged: evaluate again, which takes the cells as they are"
         )
     if found.get("format") != FORMAT:
-        raise ValueError(f"expected an evaluation in format {FORMAT}, got format {found.get('format')} in {path}")
+        raise ValueError(
+            f"expected an evaluation in format {FORMAT}, got format {found.get('format')} in {path}: evaluate again, which "
+            "takes the cells as they are"
+        )
     return found
 
 
@@ -192,17 +195,24 @@ TRAINED = (
     "curve",
 )
 """What an evaluation repeats of the report of a training run, beside its settings."""
+NEW = ("median_data_seconds",)
+"""What reports of earlier versions lack."""
 
 
 def read_report(path: Path) -> dict[str, Any]:
     """The training.json of a run."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        whole = all(key in found for key in TRAINED) and dict(found["counts"]["packed"])
+        known = [key for key in TRAINED if key not in NEW]
+        whole = all(key in found for key in known) and dict(found["counts"])
         if not (whole and dict(found["settings"]) and dict(found["config"]) and Split.from_json(found["split"])):
             raise KeyError
     except (OSError, ValueError, TypeError, LookupError):
         raise ValueError(f"{path} is not the report of a training run, or is damaged: move it away") from None
+    if not (set(NEW) <= set(found) and "packed" in found["counts"]):
+        raise ValueError(
+            f"{path} was written by an earlier version, which did not count the sizes that were trained on: train again"
+        )
     return found
 
 
@@ -225,7 +235,7 @@ def training_summary(folder: str | Path) -> dict[str, Any] | None:
 def training_sizes(training: Mapping[str, Any] | None) -> Mapping[str, Sequence[int]]:
     """The sizes that a model was trained on; the benchmark's where nothing is known of its training.
 
-    Where no sample of a size fitted the sequences of training, it is none of them.
+    A size of which no sample came into a sequence of training, because none was drawn or none fitted, is none of them.
     """
     if training is None:
         return TRAINING_SIZES

@@ -178,7 +178,7 @@ class Packer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a state, of a packer with the same samples, order, tokenizer and settings."""
-        if state.get("settings") != self._fingerprint:
+        if state.get("settings") != self._fingerprint or not set(BY_SIZE) <= set(state):
             raise ValueError("expected the state of a packer with the same samples, order, tokenizer and settings")
         places = state["waiting"]
         read = {place: self.samples.read(place) for place in sorted(places)}
