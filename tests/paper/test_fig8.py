@@ -272,7 +272,7 @@ def changed(found: dict[str, Any], *keys: str, to: Any) -> dict[str, Any]:
         (
             ("format",),
             1,
-            "expected an evaluation in format 2, got format 1 in .*: evaluate again, which takes the cells",
+            "an evaluation in format 2, got format 1 in .*: evaluate again, which takes the cells",
         ),
     ],
 )

@@ -175,8 +175,8 @@ def load_evaluation(path: str | Path) -> dict[str, Any]:
         )
     if found.get("format") != FORMAT:
         raise ValueError(
-            f"expected an evaluation in format {FORMAT}, got format {found.get('format')} in {path}: evaluate again, which "
-            "takes the cells as they are"
+            f"expected an evaluation in format {FORMAT}, got format {found.get('format')} in {path}: evaluate again, "
+            "which takes the cells as they are"
         )
     return found
 
