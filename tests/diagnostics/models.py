@@ -16,6 +16,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+LENGTH = 21
+"""Tokens of a :func:`batch`."""
+
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -69,3 +72,14 @@ class Characters:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
+
+
+def batch(padding: str) -> dict[str, torch.Tensor]:
+    """Two sequences of tokens, one of which may be padded on the left or on the right."""
+    ids = torch.randint(3, 128, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if padding == "left":
+        mask[0, :6] = 0
+    elif padding == "right":
+        mask[1, 15:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
