@@ -32,11 +32,12 @@ from sharpmax.core.files import write_text
 from sharpmax.inputs import InputError, find_policy, parse_numbers
 from sharpmax.tasks.clrs_text import evaluation, generate_samples
 from sharpmax.tasks.clrs_text.command import find_encoder
+from sharpmax.tasks.clrs_text.models import SCRATCH
+from sharpmax.tasks.clrs_text.packing import LENGTH
 from sharpmax.tasks.clrs_text.training_command import POLICIES
 
 MPS = "nvidia-cuda-mps-control"
 MPS_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-CONTEXT = 2_048
 EVERY = 20
 """Seconds between two lines on how far evaluations are."""
 
@@ -58,11 +59,13 @@ def together(out: Path, programs: Mapping[str, list[str]], files: str) -> None:
     ``files`` is a pattern in ``out``: how many there are tells how far it is.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // max(1, len(programs)))  # more would wait for one another
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     running, failed, told = {}, [], time.monotonic()
     with contextlib.ExitStack() as stack:
         for name, words in programs.items():
             log = stack.enter_context((out / "logs" / f"{name}.txt").open("w"))
-            running[name] = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+            running[name] = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment)
             stack.callback(_end, running[name])
         while running:
             time.sleep(0.2)
@@ -181,7 +184,7 @@ def diagnose(asked: argparse.Namespace) -> None:
         texts = long_samples(str(asked.out / "runs" / "none" / "model"), lengths[-1])
         if not texts:
             sys.exit(
-                f"expected samples of {lengths[-1]:,} to {CONTEXT:,} tokens to diagnose with, got none: see --lengths"
+                f"expected samples of {lengths[-1]:,} to {LENGTH:,} tokens to diagnose with, got none: see --lengths"
             )
         write_text(prompts, "".join(f"{json.dumps(text)}\n" for text in texts))
     if not made_anew(asked.model):
@@ -196,7 +199,7 @@ def diagnose(asked: argparse.Namespace) -> None:
 
 def made_anew(model: str) -> bool:
     """Whether a model has random weights before training."""
-    return model == "scratch" or model.endswith(".json")
+    return model == SCRATCH or model.endswith(".json")
 
 
 def long_samples(model: str, tokens: int) -> list[str]:
@@ -205,7 +208,7 @@ def long_samples(model: str, tokens: int) -> list[str]:
     for algorithm, sizes in split.sizes.items():
         samples = [next(generate_samples(algorithm, size, split.seeds[0])) for size in sizes]
         whole = [sample.question + sample.answer for sample in samples]
-        texts += [text for text in whole if tokens <= len(tokenizer(text)["input_ids"]) <= CONTEXT][-1:]
+        texts += [text for text in whole if tokens <= len(tokenizer(text)["input_ids"]) <= LENGTH][-1:]
     return texts
 
 

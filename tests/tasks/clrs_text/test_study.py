@@ -174,6 +174,10 @@ def test_a_gpu_is_shared_where_that_works(tmp_path, monkeypatch, works):
     assert len(log.read_text().split()) == 3
 
 
+def test_whether_the_gpu_answers():
+    assert study.gpu_answers() == study.torch.cuda.is_available()
+
+
 def test_each_evaluation_gets_its_part_of_the_memory(tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(study, "together", lambda out, programs, files: said.extend(map(" ".join, programs.values())))
