@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,7 @@ from sharpmax.tasks.clrs_text import (
     split_answer,
     training,
 )
+from tests.processes import members, needs_proc
 
 SPLIT = training().only(["minimum", "bfs", "segments_intersect"], [4, 8], samples=40)
 LENGTH = 256
@@ -214,6 +219,29 @@ def test_workers_go_on_to_the_bit():
         Loader(packer(), 2).restore(state)
     with pytest.raises(ValueError, match="expected a packer at its beginning"):
         Loader(parts[0], 2, workers=2)
+
+
+KILLED = """
+import os, signal
+from sharpmax.tasks.clrs_text import CharacterTokenizer, Encoder, Generated, Loader, Packer, Samples, training
+if __name__ == "__main__":
+    samples = Samples(Generated(training().only(["minimum"], [4])))
+    for _ in Loader(Packer(samples, Encoder(CharacterTokenizer()), length=256), 2, workers=2):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@needs_proc
+def test_workers_end_with_a_process_that_was_killed(tmp_path):
+    pytest.importorskip("torch")
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    with subprocess.Popen([sys.executable, script], start_new_session=True, stderr=subprocess.DEVNULL) as run:
+        assert run.wait(60) == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while (alive := members(run.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive
 
 
 def test_models_see_each_document_alone():

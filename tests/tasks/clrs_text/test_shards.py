@@ -23,6 +23,7 @@ from sharpmax.tasks.clrs_text import (
     verify,
 )
 from sharpmax.tasks.clrs_text.shards import read_shard
+from tests.processes import members, needs_proc
 
 SMALL = training().only(["minimum", "bfs", "naive_string_matcher"], [4, 6], samples=12)
 
@@ -94,20 +95,7 @@ if __name__ == "__main__":
 """
 
 
-def members(session: int) -> list[str]:
-    """The processes of a session that still run."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, belongs = stat.read_text().rpartition(") ")[2].split()[:4]
-        except OSError:
-            continue
-        if int(belongs) == session and state != "Z":
-            found.append(stat.parent.name)
-    return found
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+@needs_proc
 def test_a_run_that_was_killed_goes_on(tmp_path):
     script, out = tmp_path / "killed.py", tmp_path / "out"
     script.write_text(KILLED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # noqa: E402
 
 from .packing import Packed, Packer, counted  # noqa: E402
+from .shards import start_worker  # noqa: E402
 
 Batch = dict[str, torch.Tensor]
 Arrays = dict[str, np.ndarray]
@@ -38,8 +40,9 @@ class Loader:
     Args:
       packer: makes the sequences; workers take parts of a packer that has made none yet.
       batch: sequences in a batch; a last batch with fewer is left out.
-      workers: processes that make them; with 0, this one does. They are spawned, so a script that asks for some needs
-        ``if __name__ == "__main__":``. What comes out depends on their number, and on nothing else.
+      workers: processes that make them; with 0, this one does. They import the script that asks for some,
+        which needs ``if __name__ == "__main__":`` therefore. What comes out depends on their number, and on nothing
+        else.
     """
 
     def __init__(self, packer: Packer, batch: int, *, workers: int = 0) -> None:
@@ -65,8 +68,9 @@ class Loader:
             batch_size=None,
             collate_fn=_untouched,
             num_workers=self.workers,
-            multiprocessing_context="spawn",
+            multiprocessing_context=_starting(self.packer),
             prefetch_factor=4,
+            worker_init_fn=_begin,
         )
         for worker, batch, state in batches:
             if isinstance(batch, str):
@@ -124,6 +128,24 @@ def _stacked(batch: list[Packed]) -> Arrays:
 
 def _tensors(arrays: Arrays) -> Batch:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _starting(packer: Packer) -> Any:
+    """How workers are started: forked from a process that has the imports, where the platform can.
+
+    Spawned ones are given their tokenizer one after the other, each when it has imported everything; with eight, and a
+    large vocabulary, that takes more than three times as long.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, type(packer.encoder.tokenizer).__module__])
+    return context
+
+
+def _begin(worker: int) -> None:
+    del worker
+    start_worker()
 
 
 def _untouched(sample: Any) -> Any:
