@@ -11,7 +11,7 @@ import pytest
 
 import sharpmax
 from sharpmax import provenance as module
-from sharpmax.provenance import provenance
+from sharpmax.provenance import continued, provenance
 from tests.nested import strings
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +49,16 @@ def test_absolute_paths_are_left_out_of_the_command(words, kept):
 def test_paths_inside_the_working_directory_become_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert provenance(["x", "--out", str(tmp_path / "a" / "b")])["command"] == ["x", "--out", "a/b"]
+
+
+def test_what_went_on_from_something_says_what_made_that():
+    a, b, c = ({"commit": name, "time": f"{i} o'clock"} for i, name in enumerate("abc"))
+    assert continued(a, {}) == a
+    assert continued(a | {"time": "later"}, a) == a | {"time": "later"}
+    ba = continued(b, a)
+    assert ba == b | {"before": [a]}
+    assert continued(c, ba) == c | {"before": [a, b]}
+    assert continued(a | {"time": "later"}, ba) == a | {"time": "later", "before": [b]}
 
 
 def test_no_absolute_path_anywhere():

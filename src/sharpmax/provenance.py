@@ -43,6 +43,24 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     }
 
 
+def continued(made: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """``made`` of a result that goes on from one which ``before`` made, and says so under "before".
+
+    What differs from ``made`` in its time alone is left out, and so is an empty ``before``: that of a beginning.
+    """
+    earlier = [*before.get("before", []), {name: value for name, value in before.items() if name != "before"}]
+    known, found = [_timeless(made), {}], []
+    for maker in earlier:
+        if (shared := _timeless(maker)) not in known:
+            known.append(shared)
+            found.append(maker)
+    return {**made, "before": found} if found else dict(made)
+
+
+def _timeless(made: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in made.items() if name not in ("time", "times")}
+
+
 def makers(provenances: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What made the cells of a result, each once: with the first and the last time, and of how many cells.
 
@@ -50,7 +68,7 @@ def makers(provenances: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for made in provenances:
-        shared = {name: value for name, value in made.items() if name not in ("time", "times")}
+        shared = _timeless(made)
         maker = found.setdefault(json.dumps(shared, sort_keys=True), {"cells": 0, "times": [], **shared})
         maker["cells"] += 1
         maker["times"] = sorted({*maker["times"], *(made["times"] if "times" in made else [made["time"]])})

@@ -30,6 +30,11 @@ def _forget(path: Path, n: int) -> None:
     result.save(path)
 
 
+def commits(made: dict[str, Any]) -> str:
+    """Of what made something, then of what made what it went on from."""
+    return "".join(maker["git"]["commit"] for maker in (made, *made.get("before", ())))
+
+
 class Quiet:
     """Hears everything, says nothing, and stops where it is told to."""
 
@@ -138,7 +143,8 @@ def test_a_comparison_that_was_stopped_ends_the_same(
     folders = []
     for name, stops in (("whole", ("",)), ("parts", ("step 2 of", "evaluated at 4", ""))):
         out = tmp_path / name
-        for stop in stops:
+        for commit, stop in zip("abc", stops, strict=False):
+            monkeypatch.setenv("SHARPMAX_COMMIT", commit)
             settings, watcher = settle(out, **SMALL), Quiet(stop, error)
             if stop:
                 with pytest.raises(error):
@@ -156,6 +162,14 @@ def test_a_comparison_that_was_stopped_ends_the_same(
     assert second is not None
     assert (first.measured, first.heads) == (second.measured, second.heads)
     assert not (folders[0] / "inference.json").exists()
+    assert {part: commits(made) for part, made in first.more["provenance"].items()} == {
+        "training": "a",
+        "evaluation": "a",
+    }
+    assert {part: commits(made) for part, made in second.more["provenance"].items()} == {
+        "training": "ba",
+        "evaluation": "cb",
+    }
 
     for j, seed in enumerate(whole.seeds):
         batch = sample(jax.random.fold_in(stream_key(seed, Stream.EVALUATION), 6), 3, 6, task="recall")

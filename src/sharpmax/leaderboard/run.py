@@ -13,7 +13,7 @@ from ..core.claims import claimed
 from ..core.policies import policy_from_dict
 from ..inputs import user_input
 from ..paper.max_retrieval import SHIPPED
-from ..provenance import provenance
+from ..provenance import continued, provenance
 from ..tasks.max_retrieval import PRESETS, Checkpoint, find_begun, load_checkpoint, train
 from ..tasks.max_retrieval.attention import Rule, simplest
 from ..tasks.max_retrieval.checkpoint import SIDECAR, TensorsMissingError
@@ -139,16 +139,17 @@ def _fill(run: Run, cell: Cell) -> None:
     digest = _digest(cell.folder(run.out))
     assert digest is not None  # They were saved.
     result = _begun(run, cell, "trained", protocol.rule, digest)
-    result.more = {
-        "training": {"steps": heads.step, "seconds": heads.seconds, "accuracy": heads.history[-1].get("accuracy")}
-    }
+    result.more["training"] = {
+        "steps": heads.step, "seconds": heads.seconds, "accuracy": heads.history[-1].get("accuracy"),
+    }  # fmt: skip
     rows = {cell.name: Row(protocol.rule, {cell.folder(run.out) / "trained.json": result})}
     if cell.name == BASELINE:
         _switch_on(run, cell.task, heads, digest, rows)
-    made = {"training": heads.provenance, "evaluation": provenance()}
+    now = provenance()
     for row in rows.values():
         for measured in row.results.values():
-            measured.more["provenance"] = made
+            before = measured.more.get("provenance", {}).get("evaluation", {}) if measured.measured else {}
+            measured.more["provenance"] = {"training": heads.provenance, "evaluation": continued(now, before)}
     _measure(run, cell.task, heads, rows)
     run.watcher.finished(cell, result)
 

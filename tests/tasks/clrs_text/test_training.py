@@ -104,15 +104,20 @@ def test_what_a_run_leaves(tmp_path, tiny):
     assert (out / "training.json").stat().st_mtime_ns == modified
 
 
-def test_a_run_that_is_left_again_and_again_ends_with_the_same_bits(tmp_path, tiny):
+def test_a_run_that_is_left_again_and_again_ends_with_the_same_bits(tmp_path, tiny, monkeypatch):
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     train(tiny, whole, cpu=True)
     times = 0
-    while train(tiny, pieces, cpu=True, minutes=1e-9) is None:
+    monkeypatch.setenv("SHARPMAX_COMMIT", "first")
+    while (result := train(tiny, pieces, cpu=True, minutes=1e-9)) is None:
+        monkeypatch.setenv("SHARPMAX_COMMIT", "others")
         times += 1
         assert (pieces / "checkpoint.json").is_file()
         assert not (pieces / "training.json").exists()
     assert times == 4  # at every line of the log but the last
+    made = result["provenance"]
+    assert [maker["git"]["commit"] for maker in (made, *made["before"])] == ["others", "first"]
+    assert "before" not in json.loads((whole / "training.json").read_text())["provenance"]
     assert same(whole, pieces)
     assert [line["loss"] for line in lines(whole)] == [line["loss"] for line in lines(pieces)]
 

@@ -54,7 +54,9 @@ def test_an_interrupted_run_ends_the_same(tmp_path: Path, uninterrupted: Checkpo
     _assert_same(resumed, uninterrupted)
     assert (resumed.chunk, resumed.provenance) == (2, {"commit": "abc"})
     _assert_same(load_checkpoint(tmp_path), uninterrupted)
-    _assert_same(train(SMALL, SEEDS, tmp_path), uninterrupted)  # finished: nothing to do
+    again = train(SMALL, SEEDS, tmp_path, provenance={"commit": "other"})
+    _assert_same(again, uninterrupted)  # finished: nothing to do
+    assert again.provenance == {"commit": "abc"}
 
 
 def test_a_killed_run_ends_the_same(tmp_path: Path, uninterrupted: Checkpoint) -> None:

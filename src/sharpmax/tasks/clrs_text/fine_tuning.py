@@ -16,7 +16,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch import Tensor  # noqa: E402
 
 from ...core.files import write_text  # noqa: E402
 from ...inputs import InputError, user_input  # noqa: E402
-from ...provenance import provenance  # noqa: E402
+from ...provenance import continued, provenance  # noqa: E402
 from . import checkpoints  # noqa: E402
 from .journal import Journal, Window, totals  # noqa: E402
 from .loader import Loader  # noqa: E402
@@ -115,6 +115,8 @@ class Run:
     step: int = 0
     seconds: float = 0.0
     memory: int = 0
+    before: dict[str, Any] = field(default_factory=dict)
+    """What made the checkpoint that this went on from."""
 
     @staticmethod
     def begin(settings: Settings, out: Path, *, cpu: bool = False) -> Run:
@@ -153,6 +155,7 @@ class Run:
         self.loader.restore(mine["loader"])
         checkpoints.set_random_state(mine["random"])
         self.step, self.seconds, self.memory = content["step"], content["seconds"], content["memory"]
+        self.before = content.get("provenance", {})
 
     def complete(
         self, progress: Progress | None = None, until: float | None = None, save_dtype: str = "float32"
@@ -277,10 +280,14 @@ class Run:
             "seconds": self.seconds,
             "memory": self.memory,
             "processes": gather_object([mine]),
+            "provenance": self._made(),
         }
         main = self.accelerator.is_main_process
         checkpoints.save(self.out, self.step, self.learner, self.optimizer.optimizer, record, main=main)
         self.accelerator.wait_for_everyone()
+
+    def _made(self) -> dict[str, Any]:
+        return continued(provenance(), self.before)
 
     def finish(self, dtype: str = "float32") -> dict[str, Any]:
         """Write the model and what there is to say of the run; checkpoints are removed."""
@@ -290,7 +297,7 @@ class Run:
         if self.journal is not None:
             names = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
             save_model(self.network, self.tokenizer, names, self.out / MODEL, dtype)
-            result |= self.journal.summary() | {"provenance": provenance()}
+            result |= self.journal.summary() | {"provenance": self._made()}
             write_text(self.out / RESULT, json.dumps(result, indent=1) + "\n")
             checkpoints.remove(self.out)
         self.accelerator.wait_for_everyone()

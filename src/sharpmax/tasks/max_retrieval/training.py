@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...progress import progress_bar as shared_bar
+from ...provenance import continued
 from .checkpoint import SIDECAR, Checkpoint, check_same, checked_seeds, load_checkpoint
 from .probe import probe
 from .protocol import Numbers, Protocol, numbers
@@ -69,7 +70,7 @@ def train(
       chunk: steps between checkpoints, by default those of :data:`CHUNK` (a run that is resumed keeps the number it
         began with).
       progress: called before the first chunk and after every one.
-      provenance: kept in the checkpoint as it is.
+      provenance: kept in the checkpoint; what made the one that this goes on from is added to it.
     """
     seeds, begun = checked_seeds(seeds), None if out is None else find_begun(protocol, seeds, out)
     if begun is not None:
@@ -142,7 +143,8 @@ def _run(
         _record(histories, 0, len(seeds), {}, state, member_seeds, fixed)
     else:
         state, histories = begun.state, [list(begun.history)]
-        before, provenance = begun.seconds, provenance or begun.provenance
+        before = begun.seconds
+        provenance = continued(provenance, begun.provenance) if provenance else begun.provenance
     devices = devices_for(len(member_seeds))
     state, member_seeds, values = _placed((state, member_seeds, values), devices)
     began = time.perf_counter()
