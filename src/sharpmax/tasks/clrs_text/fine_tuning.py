@@ -272,6 +272,7 @@ class Run:
         return reduced
 
     def _save(self) -> None:
+        main = self.accelerator.is_main_process
         mine = {"loader": self.loader.state(), "random": checkpoints.random_state()}
         record = {
             "settings": self.settings.to_json(),
@@ -280,9 +281,8 @@ class Run:
             "seconds": self.seconds,
             "memory": self.memory,
             "processes": gather_object([mine]),
-            "provenance": self._made(),
+            "provenance": self._made() if main else {},
         }
-        main = self.accelerator.is_main_process
         checkpoints.save(self.out, self.step, self.learner, self.optimizer.optimizer, record, main=main)
         self.accelerator.wait_for_everyone()
 

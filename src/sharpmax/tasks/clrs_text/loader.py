@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import pickle
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,9 +42,8 @@ class Loader:
     Args:
       packer: makes the sequences; workers take parts of a packer that has made none yet.
       batch: sequences in a batch; a last batch with fewer is left out.
-      workers: processes that make them; with 0, this one does. They import the script that asks for some,
-        which needs ``if __name__ == "__main__":`` therefore. What comes out depends on their number, and on nothing
-        else.
+      workers: processes that make them; with 0, this one does. They are spawned, so a script that asks for some needs
+        ``if __name__ == "__main__":``. What comes out depends on their number, and on nothing else.
     """
 
     def __init__(self, packer: Packer, batch: int, *, workers: int = 0) -> None:
@@ -62,21 +63,25 @@ class Loader:
                 yield _tensors(_stacked(batch))
             return
         order = [(self._turn + i) % self.workers for i in range(self.workers)]
-        dataset = _Parts(self.packer, self.batch, order, self._states)
-        batches = DataLoader(
-            dataset,
-            batch_size=None,
-            collate_fn=_untouched,
-            num_workers=self.workers,
-            multiprocessing_context=_starting(self.packer),
-            prefetch_factor=4,
-            worker_init_fn=_begin,
-        )
-        for worker, batch, state in batches:
-            if isinstance(batch, str):
-                raise ValueError(batch)
-            self._states[worker], self._turn = state, (worker + 1) % self.workers
-            yield _tensors(batch)
+        with tempfile.TemporaryDirectory() as folder:
+            stored = Path(folder) / "packer"
+            stored.write_bytes(pickle.dumps(self.packer))
+            batches = DataLoader(
+                _Parts(stored, self.batch, order, self._states),
+                batch_size=None,
+                collate_fn=_untouched,
+                num_workers=self.workers,
+                multiprocessing_context="spawn",
+                prefetch_factor=4,
+                worker_init_fn=_begin,
+            )
+            for i, (worker, batch, state) in enumerate(batches):
+                if i == self.workers:  # all have read it
+                    stored.unlink()
+                if isinstance(batch, str):
+                    raise ValueError(batch)
+                self._states[worker], self._turn = state, (worker + 1) % self.workers
+                yield _tensors(batch)
 
     def state(self) -> dict[str, Any]:
         """Where this stands after the last batch that came out, ready for JSON."""
@@ -104,16 +109,18 @@ class _Parts(IterableDataset[tuple[int, Arrays | str, dict[str, Any]]]):
 
     What is wrong with the samples comes as a text in the place of a batch, since PyTorch would add a traceback to it.
     Arrays are sent, not tensors: a worker that is told to end while its queue moves a tensor to shared memory aborts.
+    The packer, with a vocabulary of megabytes, is read from a file: what is sent to a worker waits for all its imports,
+    and the next worker is started after that; eight would take three times as long to begin.
     """
 
-    def __init__(self, packer: Packer, batch: int, order: list[int], states: list[dict[str, Any]]) -> None:
-        self.packer, self.batch, self.order, self.states = packer, batch, order, states
+    def __init__(self, stored: Path, batch: int, order: list[int], states: list[dict[str, Any]]) -> None:
+        self.stored, self.batch, self.order, self.states = stored, batch, order, states
 
     def __iter__(self) -> Iterator[tuple[int, Arrays | str, dict[str, Any]]]:
         worker = get_worker_info()
         assert worker is not None
         part = self.order[worker.id]
-        packer = self.packer.part(part, len(self.order))
+        packer: Packer = pickle.loads(self.stored.read_bytes()).part(part, len(self.order))
         try:
             packer.restore(self.states[part])
             while len(batch := [p for _, p in zip(range(self.batch), packer, strict=False)]) == self.batch:
@@ -128,19 +135,6 @@ def _stacked(batch: list[Packed]) -> Arrays:
 
 def _tensors(arrays: Arrays) -> Batch:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _starting(packer: Packer) -> Any:
-    """How workers are started: forked from a process that has the imports, where the platform can.
-
-    Spawned ones are given their tokenizer one after the other, each when it has imported everything; with eight, and a
-    large vocabulary, that takes more than three times as long.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, type(packer.encoder.tokenizer).__module__])
-    return context
 
 
 def _begin(worker: int) -> None:

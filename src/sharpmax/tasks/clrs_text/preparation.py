@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,15 @@ def find_accelerator(settings: Settings, *, cpu: bool = False) -> Accelerator:
     cpu = cpu or not torch.accelerator.is_available()  # else Accelerate sees one process where there are several
     if not torch.distributed.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)  # of a run before this one, on another device
+        atexit.unregister(_leave_group)
+        atexit.register(_leave_group)
     return Accelerator(mixed_precision="bf16" if settings.precision == "bf16" else "no", cpu=cpu)
+
+
+def _leave_group() -> None:
+    """End the threads of a process group: one that is still there when a process ends may abort it."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def find_samples(settings: Settings, *, rank: int = 0, ranks: int = 1) -> Samples:
