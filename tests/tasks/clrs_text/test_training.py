@@ -164,10 +164,14 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, tin
 
 
 TWICE = """
-import os, shutil, sys
+import atexit, os, shutil, sys
 from pathlib import Path
 from sharpmax.tasks.clrs_text.training_command import train_command
 
+def last():
+    print("threads:", *{name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")})
+
+atexit.register(last)
 folder = Path(sys.argv[1])
 given = {"settings": folder / "settings.json", "cpu": True}
 for line in train_command(folder / "together", minutes=1e-9, **given):
@@ -193,6 +197,8 @@ def test_two_processes_agree_with_one(tmp_path, tiny):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("time is up") == 1
     assert done.stdout.count("8 steps") == 1
+    assert done.stdout.count("threads:") == 2
+    assert "gloo" not in done.stdout  # a thread of a group that wants the interpreter while it ends aborts the process
     with pytest.raises(ValueError, match=r"expected 2 processes, as .* began with, got 1"):
         train(tiny, tmp_path / "stopped", cpu=True)
     for name, tensor in weights(together).items():

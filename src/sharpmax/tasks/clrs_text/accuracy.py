@@ -30,8 +30,8 @@ from .outcomes import Description, summarise
 from .packing import LENGTH
 from .tokens import Encoder
 
-GROUP = 6_000
-"""About how many samples are answered together."""
+GROUP = 12_000
+"""About how many samples are answered together: towards the end of a group fewer and fewer run side by side."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 from dataclasses import replace
 from typing import Any
@@ -40,8 +41,12 @@ def find_accelerator(settings: Settings, *, cpu: bool = False) -> Accelerator:
 
 
 def _leave_group() -> None:
-    """End the threads of a process group: one that is still there when a process ends may abort it."""
+    """End the threads of a process group before Python ends: one that wants the interpreter then aborts the process.
+
+    They end with the last reference to the group, and a model that was divided holds one until it is collected.
+    """
     if torch.distributed.is_initialized():
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 
