@@ -7,6 +7,7 @@ visible logit are never computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class Sizes(NamedTuple):
     logits: int
 
 
-CPU, ACCELERATOR = Sizes(256, 1024, 1 << 18), Sizes(1024, 4096, 1 << 25)
+CPU, ACCELERATOR = Sizes(512, 512, 1 << 18), Sizes(1024, 4096, 1 << 25)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:
@@ -48,14 +49,20 @@ class Buffers:
     def __init__(self, like: Tensor) -> None:
         self.like = like
         self.held: dict[str, Tensor] = {}
+        self.views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        size = 1
-        for length in shape:
-            size *= length
+        view = self.views.get((name, shape))
+        if view is None:
+            view = self.views[name, shape] = self._view(name, shape)
+        return view
+
+    def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape)
         held = self.held.get(name)
         if held is None or held.numel() < size:
             held = self.held[name] = self.like.new_empty(size, dtype=accumulation(self.like.dtype))
+            self.views = {key: view for key, view in self.views.items() if key[0] != name}  # of what was too small
         return held[:size].view(shape)
 
 

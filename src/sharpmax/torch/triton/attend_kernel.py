@@ -38,7 +38,7 @@ def _fold(raw, visible, factor, highest, total, MASKED: tl.constexpr):
     return power, fade, new, fade * total + tl.sum(power, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["documents", "steps"])
 def attend_kernel(
     q,
     k,

@@ -29,7 +29,7 @@ def _fold(raw, visible, unit, highest, total, moment, MASKED: tl.constexpr):
     return new, total, moment
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["documents", "steps"])
 def stats_kernel(
     q,
     k,
