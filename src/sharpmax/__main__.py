@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 could not be done, 2 bad arguments, 130 interrupted.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ PROGRAM = "sharpmax"
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line ``arguments`` (``sys.argv`` if not given) and exit."""
+    for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         for package in ("typer", "rich"):
             require(package, "experiments", "The command line")

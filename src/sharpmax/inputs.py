@@ -67,3 +67,11 @@ def check_folder(folder: Path) -> None:
         for path in new:
             with suppress(OSError):
                 path.rmdir()
+
+
+def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """The tokens of ``text``; ValueError where a tokenizer of transformers has none for some of it."""
+    try:
+        return list(tokenizer(text, verbose=False, **options)["input_ids"])
+    except Exception as error:  # what is wrong in there has no class of its own
+        raise ValueError(f"expected a text that the model's tokenizer can read, and it says: {error}") from error

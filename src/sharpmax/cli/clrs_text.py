@@ -50,7 +50,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A folder that generate m
 @clrs_text.command()
 def show(
     algorithm: Annotated[str, typer.Argument(help="One of the thirty.")],
-    size: Annotated[int, typer.Argument(help="From 4 on.")],
+    size: Annotated[int, typer.Argument(help="From 4 to 256.")],
     seed: Annotated[int, typer.Option(min=0)] = 0,
     index: Annotated[int, typer.Option(min=0)] = 0,
     traces: Traces = True,

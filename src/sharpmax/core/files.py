@@ -8,8 +8,14 @@ from pathlib import Path
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Replace ``path`` by ``content`` atomically: a reader sees the old file or the new one, never part of one."""
-    path = Path(path)
+    """Replace ``path`` by ``content`` atomically: a reader sees the old file or the new one, never part of one.
+
+    What a link leads to is replaced, and not the link; into a device or a pipe ``content`` is written.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

@@ -93,7 +93,7 @@ def _read(path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"expected a text file, got {str(path)!r}, which is none")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"expected {path} to be text in UTF-8, and it is not") from None
 

@@ -67,7 +67,7 @@ def diagnose_command(
             seed=seed, epsilon=epsilon, sample=sample, dtype=dtype,
         )  # fmt: skip
         source, wanted = asked.source, asked.lengths
-        from ..tasks.clrs_text.models import model_folder
+        from ..huggingface.weights import model_folder
 
         name, folder = model_folder(model)
         network, tokenizer = _load(folder, device, dtype)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..inputs import token_ids
+
 MAX_LENGTHS = (4, 16, 64, 256)
 TEXT_LENGTHS = (64, 256, 1024, 4096)
 
@@ -65,7 +67,7 @@ class MaximumPrompts:
     def inputs(self, tokenizer: Any, length: int) -> list[list[int]]:
         from ..tasks.prompts import maximum_prompt
 
-        return [_tokens(tokenizer, maximum_prompt(self.items(length, i))) for i in range(self.prompts)]
+        return [token_ids(tokenizer, maximum_prompt(self.items(length, i))) for i in range(self.prompts)]
 
 
 class Prefixes:
@@ -88,7 +90,7 @@ class Prefixes:
     def tokens(self, tokenizer: Any) -> list[list[int]]:
         """All texts as token ids."""
         if self._tokens is None:
-            self._tokens = [_tokens(tokenizer, text) for text in self.texts]
+            self._tokens = [token_ids(tokenizer, text) for text in self.texts]
         return self._tokens
 
     def check_bytes(self, lengths: Sequence[int]) -> None:
@@ -106,7 +108,3 @@ class Prefixes:
 
     def inputs(self, tokenizer: Any, length: int) -> list[list[int]]:
         return [ids[:length] for ids in self.tokens(tokenizer) if len(ids) >= length]
-
-
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, verbose=False)["input_ids"])

@@ -155,14 +155,28 @@ def directory(name: str) -> Path:
     return folder
 
 
+def model_folder(name: str) -> tuple[str, str]:
+    """What a model is called, and where it is: the folder of a training run holds it in one called model."""
+    path, place = Path(name), Path(name).resolve()
+    if not place.is_dir():
+        return path.name, name
+    run = place.parent if place.name == "model" else place
+    trained = (run / "training.json").is_file()
+    if (run / "checkpoint.json").is_file() and not trained:
+        raise ValueError(f"expected a model whose training is finished, got {name!r}, a run that is not")
+    if (place / "model" / "config.json").is_file():
+        return place.name, str(path / "model")
+    return (run if trained else place).name, name
+
+
 def load(
     name_or_path: str | Path, *, dtype: Any = "float32", attn_implementation: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model, ready for evaluation, and its tokenizer.
 
     Args:
-      name_or_path: one of :data:`MODELS`, a folder that ``save_pretrained`` has written, or the name of a model on the
-        Hugging Face hub.
+      name_or_path: one of :data:`MODELS`, a folder that ``save_pretrained`` has written, that of a training run of
+        this package, or the name of a model on the Hugging Face hub.
       dtype: of the weights: a torch dtype or its name, or ``"auto"`` for the one they are stored in.
       attn_implementation: as for ``from_pretrained``; the model's own choice if not given.
       options: anything else that ``from_pretrained`` takes.
@@ -181,7 +195,7 @@ def load(
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"expected a type that torch has, as bfloat16 or float32, got {dtype!r}")
     register()
-    where = str(directory(str(name_or_path)) if str(name_or_path) in MODELS else name_or_path)
+    where = place(str(name_or_path))
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     options = reach(where) | options
@@ -208,6 +222,11 @@ def _check_whole(name: str, found: dict[str, Any]) -> None:
     if lost := sorted(found["missing_keys"]):
         more = f", nor {len(lost) - 1} more" if len(lost) > 1 else ""
         raise ValueError(f"expected {name!r} to hold all weights of the model, got no {lost[0]}{more}")
+
+
+def place(name: str) -> str:
+    """Where a model is: what ``from_pretrained`` takes. A packaged one is converted if it was not yet."""
+    return str(directory(name)) if name in MODELS else model_folder(name)[1]
 
 
 def reach(where: str | Path) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class Exhibit:
         Options that cannot be used raise :class:`InputError` before any work is done.
         """
         require("matplotlib", "experiments", "Drawing figures")
+        if self.heads:
+            require("jax", "experiments", "Trained heads")
         check_folder(out)
         return importlib.import_module(f"{__name__}.{self.name}").run(out, **options)
 

@@ -128,13 +128,16 @@ def draw(figure: Figure, data: Mapping[str, Any]) -> None:
     """A panel for each model, with the same axes."""
     axes = figure.subplots(1, len(data["panels"]), sharey=True, squeeze=False)[0]
     sizes = data["sizes"]
+    alone = "_" if len(sizes) == 1 else ""  # one size makes no line
     for axis, panel in zip(axes, data["panels"], strict=True):
         mean, deviation = panel["mean"], panel["deviation"]
         low, high = ([m + s * d for m, d in zip(mean, deviation, strict=True)] for s in (-1, 1))
         axis.fill_between(sizes, low, high, color=BLUE, alpha=0.2, linewidth=0)
         for line in panel["heads"]:
-            axis.plot(sizes, line, color=GREY, linewidth=0.7, alpha=0.8)
-        axis.plot(sizes, mean, color=BLUE, linewidth=2, label=f"mean and deviation, {len(panel['heads'])} heads")
+            axis.plot(sizes, line, color=GREY, linewidth=0.7, alpha=0.8, marker=alone)
+        axis.plot(
+            sizes, mean, color=BLUE, linewidth=2, marker=alone, label=f"mean and deviation, {len(panel['heads'])} heads"
+        )
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [f"{n:,}" for n in sizes])
         axis.minorticks_off()

@@ -174,6 +174,7 @@ def draw(figure: Figure, data: Mapping[str, Any]) -> None:
     sizes = np.asarray(data["sizes"])
     order = np.argsort(sizes)
     n, softmax = sizes[order], np.asarray(data["rows"]["softmax"]["accuracy"])[order]
+    alone: dict[str, Any] = {"marker": "_"} if len(n) == 1 else {}  # one size makes no line
     ceiling: dict[str, Any] = {"color": GREY, "linestyle": (0, (1, 1.2)), "zorder": 2.5, "label": "ceiling"}
     for name, row in data["rows"].items():
         color, dashes = STYLES[name]
@@ -184,8 +185,8 @@ def draw(figure: Figure, data: Mapping[str, Any]) -> None:
             if name in BANDS:
                 top = np.minimum(middle + band, 100)
                 axis.fill_between(n, middle - band, top, color=color, alpha=0.13, linewidth=0)
-            axis.plot(n, middle, color=color, linestyle=dashes, label=LABELS.get(name, row["label"]))
-    left.plot(n, 100 * means(data["ceiling"])[order], **ceiling)
+            axis.plot(n, middle, color=color, linestyle=dashes, label=LABELS.get(name, row["label"]), **alone)
+    left.plot(n, 100 * means(data["ceiling"])[order], **ceiling, **alone)
     paper = data["paper"]
     shown = [i for i, size in enumerate(paper["sizes"]) if n[0] <= size <= n[-1]]
     at = np.asarray(paper["sizes"])[shown]

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ..inputs import token_ids
+
 MAXIMUM = "What is the maximum in the following sequence: {seq}? The maximum is:"
 """The prompt of Figure 3. The paper does not say what the elements are; here they are whole numbers below 100."""
 
@@ -118,7 +120,7 @@ def sized(make: Callable[[int], Prompt], tokens: int, tokenizer: Any) -> Prompt:
     """The largest prompt ``make(size)`` of at most ``tokens`` tokens, special ones included."""
 
     def length(size: int) -> int:
-        return len(tokenizer(make(size).text, verbose=False).input_ids)
+        return len(token_ids(tokenizer, make(size).text))
 
     low, shortest = 1, length(1)
     if shortest > tokens:

@@ -12,12 +12,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from sharpmax.core.policies import PAPER
 from sharpmax.huggingface import sharpen, weights
+from sharpmax.huggingface.weights import model_folder
 from sharpmax.inputs import InputError
 from sharpmax.tasks import clrs_text
 from sharpmax.tasks.clrs_text import CharacterTokenizer, Encoder, accuracy, outcomes
 from sharpmax.tasks.clrs_text.accuracy import Settings
 from sharpmax.tasks.clrs_text.evaluation_command import evaluate_command, find_subject
-from sharpmax.tasks.clrs_text.models import character_tokenizer, model_folder
+from sharpmax.tasks.clrs_text.models import character_tokenizer
 from sharpmax.tasks.clrs_text.settings import Settings as TrainingSettings
 from tests.tasks.clrs_text.students import Student, even, tiny_model
 

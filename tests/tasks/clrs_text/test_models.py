@@ -104,8 +104,14 @@ def test_what_cannot_be_used_is_one_sentence(tmp_path):
     (tmp_path / "half.json").write_text("{")
     with pytest.raises(ValueError, match=r"expected .* to be JSON"):
         find_model(str(tmp_path / "half.json"))
-    with pytest.raises(ValueError, match="the config of the model cannot be used"):
-        find_model(written(tmp_path, model_type="nothing"))
+    for wrong in (
+        {"model_type": "nothing"},
+        {"hidden_size": 33, "num_attention_heads": 2},
+        {"hidden_size": "x"},
+        {"num_attention_heads": 0},
+    ):
+        with pytest.raises(ValueError, match="the config of the model cannot be used"):
+            find_model(written(tmp_path, **wrong))
     with pytest.raises(ValueError, match="a vocabulary of at least 53 tokens, got 7"):
         find_model(written(tmp_path, vocab_size=7))
     with pytest.raises(ValueError, match="no tokenizer was found for"):

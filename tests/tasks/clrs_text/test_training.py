@@ -90,7 +90,7 @@ def test_what_a_run_leaves(tmp_path, tiny):
     result = train(tiny, out, cpu=True, save_dtype="bfloat16", progress=lambda step, *_: shown.append(step))
     assert shown == list(range(1, 9))
     assert json.loads((out / "training.json").read_text()) == result
-    assert {path.name for path in out.iterdir()} == {"log.jsonl", "model", "training.json"}
+    assert {path.name for path in out.iterdir()} == {".lock", "log.jsonl", "model", "training.json"}
     assert [line["step"] for line in lines(out)] == [2, 3, 4, 6, 8]
     assert result is not None
     assert result["settings"] == tiny.to_json() | {"model": "tiny.json"}
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, tin
         train(tiny, out, cpu=True)
     monkeypatch.undo()
     assert (out / "checkpoint.json").read_text() == before
-    assert {path.name for path in out.iterdir()} == {"checkpoint.json", "checkpoint-00000002", "log.jsonl"}
+    assert {path.name for path in out.iterdir()} == {".lock", "checkpoint.json", "checkpoint-00000002", "log.jsonl"}
     assert train(tiny, out, cpu=True) is not None
 
 

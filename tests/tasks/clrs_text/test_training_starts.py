@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from sharpmax import PAPER
+from sharpmax.core.claims import claimed
+from sharpmax.huggingface.weights import load
 from sharpmax.inputs import InputError
-from sharpmax.tasks.clrs_text import CharacterTokenizer, evaluation, generate, training
+from sharpmax.tasks.clrs_text import CharacterTokenizer, checkpoints, evaluation, generate, training
 from sharpmax.tasks.clrs_text.fine_tuning import finished, train
 from sharpmax.tasks.clrs_text.journal import NEEDED, read_lines
 from sharpmax.tasks.clrs_text.models import SCRATCH_CONFIG, character_tokenizer, find_model, start_of
@@ -154,3 +156,56 @@ def test_progress_is_told_without_a_terminal(tmp_path, settings, capsys):
     train_command(tmp_path / "run", settings=path, cpu=True)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert [line.partition(": loss ")[0] for line in said] == ["step 1 of 2", "step 2 of 2"]
+
+
+def test_a_model_that_no_run_made_is_not_replaced(tmp_path, settings):
+    mine = tmp_path / "mine"
+    (tmp_path / "begin").rename(tmp_path / "begin_")
+    mine.mkdir()
+    (tmp_path / "begin_").rename(mine / "model")
+    before = (mine / "model" / "model.safetensors").read_bytes()
+    for name in (str(mine / "model"), str(mine), str(tmp_path / "tiny.json")):
+        with pytest.raises(ValueError, match=r"expected a folder for a new run, got .* would be replaced"):
+            train(replace(settings, model=name), mine, cpu=True)
+    (mine / "log.jsonl").write_text("")  # as if a run had been begun there
+    with pytest.raises(ValueError, match="would be replaced"):
+        train(replace(settings, model=str(mine / "model")), mine, cpu=True)
+    assert (mine / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_one_run_at_a_time_in_a_folder(tmp_path, settings):
+    out = tmp_path / "run"
+    with claimed(out) as held:
+        assert held
+        with pytest.raises(ValueError, match="where a run is going on"):
+            train(settings, out, cpu=True)
+        with pytest.raises(InputError, match="where a run is going on"):
+            train_command(out, cpu=True, **command_fields(settings, tmp_path))
+    assert train(settings, out, cpu=True) is not None
+
+
+def command_fields(settings: Settings, folder: Path) -> dict[str, Path]:
+    path = folder / "settings.json"
+    content = json.dumps(settings.to_json() | {"model": settings.model})
+    path.write_text(content, encoding="utf-8-sig")  # as some editors begin a file
+    return {"settings": path}
+
+
+def test_the_folder_of_a_run_is_a_model(tmp_path, settings):
+    train(settings, tmp_path / "run", cpu=True)
+    network, _ = load(tmp_path / "run")
+    again, _ = load(tmp_path / "run" / "model")
+    assert start_of(network) == start_of(again)
+    said = train_command(tmp_path / "run", cpu=True, save_dtype="bfloat16", **command_fields(settings, tmp_path))
+    assert said[0].endswith("finished before, with weights in float32")
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(OSError, match=r"model.safetensors cannot be written: .*"):
+        checkpoints.write_tensors(tmp_path / "no folder" / "model.safetensors", {})
+
+
+def test_bad_news_tell_of_a_checkpoint_only_if_there_is_one(tmp_path, settings):
+    wild = replace(settings, learning_rate=1e30, tokens=8 * settings.tokens)
+    with pytest.raises(InputError, match=r"is no number after step .*: try a lower one$"):
+        train(wild, tmp_path / "run", cpu=True)

@@ -145,7 +145,7 @@ def policy_from_dict(content: Any) -> Any:
 def from_file(path: str | Path, schema: str) -> Any:
     """Read what was saved as JSON under ``schema``. Nothing in the file is executed."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a {_family(schema)} file: {error}") from None
     return from_dict(content, schema)

@@ -117,6 +117,11 @@ def read(out: Path) -> dict[str, Any] | None:
     return content
 
 
+def kept(out: Path) -> str:
+    """What to add to bad news."""
+    return "; the last checkpoint is kept" if (out / POINTER).exists() else ""
+
+
 def check_start(content: dict[str, Any], config: dict[str, Any], start: str, out: Path) -> None:
     """Refuse the checkpoint, or the report, of a run that began with another model."""
     found = content["config"]
@@ -173,9 +178,20 @@ def written_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Around what writes safetensors: a disk that is full, say, raises OSError, as it does elsewhere."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors, copied where several share their memory."""
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    with disk_errors(path):
+        whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        save_file(whole, path, metadata={"format": "pt"})
 
 
 def random_state() -> dict[str, str]:

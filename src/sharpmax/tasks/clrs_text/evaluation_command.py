@@ -11,7 +11,7 @@ from ...inputs import InputError, check_folder, parse_numbers, user_input
 from ...progress import progress_bar
 from . import accuracy, upstream
 from .command import words_of
-from .models import check_length, model_folder
+from .models import check_length
 from .outcomes import FILE, training_seeds, training_summary
 from .packing import LENGTH
 
@@ -67,6 +67,8 @@ def evaluate_command(
         upstream.find()
     check_folder(out)
     with user_input():
+        from ...huggingface.weights import model_folder
+
         name, folder = model_folder(model)
         training = training_summary(folder)
         settings = replace(settings, traces=_traces(traces, training))

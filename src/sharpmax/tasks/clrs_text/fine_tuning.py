@@ -30,10 +30,12 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import gather_object  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from ...core.claims import claimed  # noqa: E402
 from ...core.files import write_text  # noqa: E402
 from ...inputs import InputError, user_input  # noqa: E402
 from ...provenance import continued, provenance  # noqa: E402
 from . import checkpoints  # noqa: E402
+from .journal import NAME as LOG  # noqa: E402
 from .journal import Journal, Window, totals  # noqa: E402
 from .loader import Loader  # noqa: E402
 from .loss import DOCUMENTS, prepared  # noqa: E402
@@ -94,6 +96,25 @@ def finished(settings: Settings, out: Path) -> dict[str, Any] | None:
     return result
 
 
+@contextlib.contextmanager
+def _held(out: Path, content: dict[str, Any] | None) -> Iterator[None]:
+    """Within, nobody else trains in the folder; ValueError if somebody does, or has since ``content`` was read."""
+    with claimed(out) as mine:
+        if not mine or (out / RESULT).exists() or checkpoints.read(out) != content:
+            raise ValueError(f"expected a folder that nobody trains in, got {str(out)!r}, where a run is going on")
+        yield
+
+
+def _check_model(settings: Settings, out: Path) -> None:
+    """Refuse a folder in which the trained model would replace another one."""
+    model = out / MODEL
+    begun = (out / checkpoints.POINTER).exists() or (out / LOG).exists()
+    if model.exists() and (not begun or Path(settings.model).resolve() == model.resolve()):
+        raise ValueError(
+            f"expected a folder for a new run, got {str(out)!r}, whose {MODEL} would be replaced: choose another"
+        )
+
+
 @dataclass
 class Run:
     """A run: what is trained, and where it stands."""
@@ -117,10 +138,13 @@ class Run:
     memory: int = 0
     before: dict[str, Any] = field(default_factory=dict)
     """What made the checkpoint that this went on from."""
+    hold: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Of the folder, until the run is complete."""
 
     @staticmethod
     def begin(settings: Settings, out: Path, *, cpu: bool = False) -> Run:
         """A run at its beginning, or where its last checkpoint left it; ``settings`` are :func:`resolved`."""
+        _check_model(settings, out)
         accelerator = find_accelerator(settings, cpu=cpu)
         ranks, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
         settings.accumulation(ranks)
@@ -145,7 +169,7 @@ class Run:
         if content is not None:
             run._restore(content)
         if accelerator.is_main_process:
-            out.mkdir(parents=True, exist_ok=True)
+            run.hold.enter_context(_held(out, content))
             run.journal = Journal(out, run.step)
         return run
 
@@ -163,12 +187,14 @@ class Run:
         """Train to the end and write the results; ``None`` if the time ``until`` came before."""
         try:
             ended = self.go_on(progress, until)
+            return self.finish(save_dtype) if ended else None
         except torch.OutOfMemoryError as error:
             raise InputError(
                 f"the device has no memory for {self.settings.micro} sequences of {self.settings.length:,} tokens at a "
-                f"time: try a smaller --micro, or --gradient-checkpointing; the last checkpoint is kept"
+                f"time: try a smaller --micro, or --gradient-checkpointing{checkpoints.kept(self.out)}"
             ) from error
-        return self.finish(save_dtype) if ended else None
+        finally:
+            self.hold.close()
 
     def go_on(self, progress: Progress | None = None, until: float | None = None) -> bool:
         """Train to the end, and say whether it was reached before the time ``until`` (of ``time.monotonic``)."""
@@ -245,8 +271,8 @@ class Run:
         if broken or not math.isfinite(mean):
             what = "gradient" if math.isfinite(mean) else "loss"
             raise InputError(
-                f"the {what} is no number after step {self.step}, with a learning rate of {rate:.3g}: try a lower one; "
-                f"the last checkpoint is kept"
+                f"the {what} is no number after step {self.step}, with a learning rate of {rate:.3g}: try a lower one"
+                f"{checkpoints.kept(self.out)}"
             )
         if accelerator.device.type == "cuda":
             self.memory = max(self.memory, torch.cuda.max_memory_allocated(accelerator.device))

@@ -49,9 +49,9 @@ def find_model(
 
     Args:
       name: a packaged model, a folder, or a name on the Hugging Face hub, as for
-        :func:`sharpmax.huggingface.weights.load`; the folder of a training run that is finished; ``scratch``, a small
-        model with random weights; or a JSON file with the config of such a model, as transformers writes it, and
-        ``"tokenizer"``: ``"characters"``, or anything that has a tokenizer.
+        :func:`sharpmax.huggingface.weights.load`; ``scratch``, a small model with random weights; or a JSON file with
+        the config of such a model, as transformers writes it, and ``"tokenizer"``: ``"characters"``, or anything that
+        has a tokenizer.
       policy: of all heads; plain softmax if not given. Policies that the model was saved with are replaced.
       seed: of random weights.
     """
@@ -61,7 +61,6 @@ def find_model(
     from ...huggingface.weights import load
 
     model: PreTrainedModel
-    _, name = model_folder(name)
     if name == SCRATCH:
         model, tokenizer = _made(SCRATCH_CONFIG, seed)
     elif name.endswith(".json"):
@@ -72,20 +71,6 @@ def find_model(
         raise ValueError(f"expected a model that continues a text, got {name!r}, a {type(model).__name__}")
     sharpen(model, Constant(1.0) if policy is None else policy)
     return model, tokenizer
-
-
-def model_folder(name: str) -> tuple[str, str]:
-    """What a model is called, and where it is: the folder of a training run holds it in one called model."""
-    path, place = Path(name), Path(name).resolve()
-    if not place.is_dir():
-        return path.name, name
-    run = place.parent if place.name == "model" else place
-    trained = (run / "training.json").is_file()
-    if (run / "checkpoint.json").is_file() and not trained:
-        raise ValueError(f"expected a model whose training is finished, got {name!r}, a run that is not")
-    if (place / "model" / "config.json").is_file():
-        return place.name, str(path / "model")
-    return (run if trained else place).name, name
 
 
 def check_length(network: Any, length: int) -> None:
@@ -128,7 +113,7 @@ def character_tokenizer() -> PreTrainedTokenizerBase:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"expected a file with the config of a model, got {str(path)!r}: {error.strerror}") from None
     except ValueError as error:
@@ -158,15 +143,22 @@ def _made(config: dict[str, Any], seed: int) -> tuple[PreTrainedModel, PreTraine
     fields.setdefault("vocab_size", len(tokenizer))
     for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
         fields[token] = getattr(tokenizer, token)
-    try:
+    with _usable():
         made = AutoConfig.for_model(kind, **fields)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"the config of the model cannot be used: {' '.join(str(error).split())}") from None
     if made.vocab_size < len(tokenizer):
         raise ValueError(f"expected a vocabulary of at least {len(tokenizer)} tokens, got {made.vocab_size}")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _usable():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation="sharpmax"), tokenizer
+
+
+@contextmanager
+def _usable() -> Iterator[None]:
+    """Around what reads a config: what is wrong with one comes as an exception of any kind."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"the config of the model cannot be used: {' '.join(str(error).split())}") from error
 
 
 def save_model(network: Any, tokenizer: Any, tensors: dict[str, Any], folder: Path, dtype: str) -> None:
@@ -176,11 +168,11 @@ def save_model(network: Any, tokenizer: Any, tensors: dict[str, Any], folder: Pa
     """
     import torch
 
-    from .checkpoints import written_folder
+    from .checkpoints import disk_errors, written_folder
 
     kind = getattr(torch, dtype)
     cast = {k: v.to(kind) if v.is_floating_point() else v for k, v in tensors.items()}
-    with written_folder(folder) as made, _quiet():
+    with written_folder(folder) as made, _quiet(), disk_errors(folder):
         network.save_pretrained(made, state_dict=cast)
         tokenizer.save_pretrained(made)
         config = json.loads((made / "config.json").read_text(encoding="utf-8"))

@@ -79,9 +79,11 @@ class Settings:
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} to be at least 1, got {getattr(self, name)}")
         object.__setattr__(self, "micro", min(self.micro, self.batch))
-        if self.length < 2 or self.workers < 0 or self.seed < 0:
-            got = f"{self.length}, {self.workers} and {self.seed}"
-            raise ValueError(f"expected sequences of at least 2 tokens, and no negative workers or seed, got {got}")
+        if self.length < 2 or self.workers < 0:
+            got = f"{self.length} and {self.workers}"
+            raise ValueError(f"expected sequences of at least 2 tokens, and no negative number of workers, got {got}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"expected a seed from 0 to 2**63 - 1, got {self.seed}")
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"expected {name} to be above 0 and finite, got {getattr(self, name)}")

@@ -69,6 +69,7 @@ def train_command(
         check_folder(out)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are processes already
     with user_input():
+        from .checkpoints import POINTER
         from .fine_tuning import Run, finished
         from .models import check_dtype
         from .preparation import resolved
@@ -76,13 +77,14 @@ def train_command(
         check_dtype(save_dtype)
         asked = resolved(asked, cpu=cpu)
         if (result := finished(asked, out)) is not None:
-            return [f"{out}: finished before", *describe(out, result)]
+            return [f"{out}: finished before, with weights in {_saved_dtype(out)}", *describe(out, result)]
         run = Run.begin(asked, out, cpu=cpu)
     with _progress() as show:
         try:
             found = run.complete(show, until, save_dtype)
         except KeyboardInterrupt:
-            print(f"{out}: the last checkpoint is kept; the same command goes on from there", file=sys.stderr)
+            kept = "the last checkpoint is kept" if (out / POINTER).exists() else "nothing is saved yet"
+            print(f"{out}: {kept}; the same command goes on from there", file=sys.stderr)
             raise
     if not run.accelerator.is_main_process:
         return []
@@ -102,9 +104,17 @@ def describe(out: Path, result: dict[str, Any]) -> list[str]:
     ]
 
 
+def _saved_dtype(out: Path) -> str:
+    """The type of the weights of a finished run, which another --save-dtype does not change."""
+    try:
+        return json.loads((out / "model" / "config.json").read_text(encoding="utf-8"))["dtype"]
+    except (OSError, ValueError, LookupError):
+        return "a type that is not known"
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"expected a file of settings, got {str(path)!r}: {error.strerror}") from None
     except ValueError as error:

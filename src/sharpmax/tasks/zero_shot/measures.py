@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...inputs import token_ids
 from ..prompts import Prompt
 
 TARGETS = 256
@@ -43,10 +44,7 @@ def text_hash() -> str:
 
 def text_tokens(tokenizer: Any, content: str | None = None) -> Tensor:
     """The text's tokens, without one that begins or ends it."""
-    words = tokenizer(
-        text() if content is None else content, add_special_tokens=False, return_tensors="pt", verbose=False
-    )
-    return words.input_ids[0]
+    return torch.tensor(token_ids(tokenizer, text() if content is None else content, add_special_tokens=False))
 
 
 def stretch_ends(tokens: int, longest: int, segments: int) -> list[int]:
