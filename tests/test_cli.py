@@ -280,11 +280,12 @@ def test_a_core_install_names_the_extra(arguments):
     assert "pip install 'sharpmax[experiments]'" in done.stderr
 
 
-def test_figures_without_matplotlib_name_the_extra(tmp_path):
-    done = process("reproduce", "fig5", "--out", str(tmp_path), before=BLOCK.format(blocked={"matplotlib"}))
+@pytest.mark.parametrize(("name", "package"), [("fig5", "matplotlib"), ("fig2", "jax"), ("table1", "jax")])
+def test_figures_without_a_package_name_the_extra(tmp_path, name, package):
+    done = process("reproduce", name, "--out", str(tmp_path), before=BLOCK.format(blocked={package}))
     assert (done.returncode, done.stdout) == (1, "")
     assert is_one_sentence(done.stderr)
-    assert "matplotlib" in done.stderr
+    assert package in done.stderr
     assert "sharpmax[experiments]" in done.stderr
     assert not list(tmp_path.iterdir())
 

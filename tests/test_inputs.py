@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from sharpmax import PAPER, Constant
-from sharpmax.inputs import InputError, find_policy, parse_numbers, user_input
+from sharpmax.inputs import InputError, find_policy, parse_numbers, token_ids, user_input
 
 
 def test_numbers() -> None:
@@ -46,3 +48,12 @@ def test_what_is_caught_becomes_one_sentence() -> None:
         raise TypeError("a mistake of ours")
     with pytest.raises(InputError, match=r"^given$"), user_input(TypeError):
         raise TypeError("given")
+
+
+def test_a_text_that_a_tokenizer_has_no_tokens_for() -> None:
+    few = Tokenizer(models.WordLevel({"a": 0, "b": 1}))
+    few.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=few)
+    assert token_ids(tokenizer, "abba") == [0, 1, 1, 0]
+    with pytest.raises(ValueError, match="expected a text that the model's tokenizer can read, and it says: WordLevel"):
+        token_ids(tokenizer, "abc")

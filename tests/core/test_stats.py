@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sharpmax
+from sharpmax.core.arrays import LOWEST, mask_threshold
 from tests.arrays import LIBRARIES, gradient, make, numbers
 
 RNG = np.random.default_rng(0)
@@ -172,3 +173,10 @@ def test_large_arrays_are_worked_on_in_blocks_with_the_same_result() -> None:
     ):
         np.testing.assert_array_equal(numbers(field), numbers(np.asarray(rows)))
         np.testing.assert_allclose(numbers(other), numbers(field), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOWEST)
+def test_what_is_masked_begins_at_half_of_the_lowest_number(name: str) -> None:
+    kind = np.float64 if name == "float64" else np.float32
+    half = kind(LOWEST[name] / 2)
+    assert half < mask_threshold(name) == np.nextafter(half, kind(0))

@@ -152,3 +152,10 @@ def test_what_is_refused(what: str) -> None:
     q, k, v = inputs()
     with pytest.raises(ValueError, match=sentence):
         attend(q[:, :4] if given.pop("short", False) else q, k, v, **given)
+
+
+@pytest.mark.parametrize("window", [(3,), (3, "x"), (3, -1), (2, 3, 4), (), "a"])
+def test_a_window_that_is_none_is_refused_beside_a_window(window: Any) -> None:
+    x = jnp.ones((1, 6, 1, 4))
+    with pytest.raises(ValueError, match="expected local_window_size to be a whole number"):
+        dot_product_attention(x, x, x, mechanism="window", local_window_size=window)

@@ -183,3 +183,23 @@ def test_queries_that_stand_behind_the_first_key(module: Any, shift: list[int]) 
     beta = jnp.asarray(truth.beta[..., 3:])
     out = quick(lambda q, k, v: module.attend(q[:, 3:], k, v, beta, None, masks, geometry))(q, k, v)
     close(out, truth.output[:, 3:], 1e-11, "output")
+
+
+def test_a_gradient_of_a_gradient_is_a_number_in_blocks_that_overlap() -> None:
+    q, k, v = (jax.random.normal(key, (1, 600, 1, 8)) for key in jax.random.split(jax.random.key(0), 3))
+
+    def twice(impl: str) -> jax.Array:
+        def once(q: jax.Array) -> jax.Array:
+            return jax.grad(lambda q: jnp.square(dot_product_attention(q, k, v, impl=impl)).sum())(q)
+
+        return jax.grad(lambda q: jnp.square(once(q)).sum())(q)
+
+    np.testing.assert_allclose(twice("streaming"), twice("reference"), rtol=1e-3, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32])
+@pytest.mark.parametrize("impl", ["reference", "streaming"])
+def test_lengths_of_few_bits_beside_many_keys(impl: str, dtype: Any) -> None:
+    x = jnp.ones((1, 300, 1, 4))
+    stats = sharpmax.jax.row_stats(x, x, key_value_seq_lengths=np.array([100], dtype), impl=impl)
+    assert (stats.count == 100).all()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharpmax.mechanisms import ASEntmax, Entmax, LearnedEntmax, Sparsemax
+from sharpmax.mechanisms import ASEntmax, Entmax, LearnedEntmax, Sparsemax, deformed
 from sharpmax.mechanisms.deformed import entmax_by_steps
 from tests.arrays import LIBRARIES, make, numbers
 from tests.jax.attention_cases import quick
@@ -201,3 +201,13 @@ def test_where_learned_numbers_start() -> None:
     np.testing.assert_allclose(LearnedEntmax(init=1.2)(s), Entmax(1.2)(s), rtol=1e-5)
     assert {k: v.shape for k, v in ASEntmax(3).parameters().items()} == {"beta_raw": (3,), "gamma_raw": (3,)}
     np.testing.assert_allclose(ASEntmax()(s), Entmax()((1 + math.log(2)) * s), rtol=1e-6)
+
+
+def test_steps_are_compiled_once_for_a_shape_in_jax() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 37)), jnp.float32)
+    Entmax(1.7)(x)
+    search: Any = deformed._jax_search()
+    before = search._cache_size()
+    for alpha in (1.7, 1.3):
+        Entmax(alpha)(x)
+    assert search._cache_size() == before

@@ -39,6 +39,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attn_mask": torch.ones(5, 5, dtype=torch.int64)}, TypeError, "boolean"),
     ({"key_lengths": torch.tensor([1, 2, 3])}, ValueError, "key_lengths"),
     ({"key_lengths": torch.tensor([1.0])}, TypeError, "whole numbers"),
+    ({"key_lengths": torch.tensor([1], dtype=torch.uint16)}, TypeError, "whole numbers"),
+    ({"query": torch.nested.nested_tensor([torch.ones(5, 4)] * 2, layout=torch.jagged)}, TypeError, "nested"),
     ({"key": torch.randn(1, 1, 5, 4), "value": torch.randn(1, 1, 5, 4)}, ValueError, "enable_gqa"),
     ({"key": torch.randn(1, 2, 5, 3)}, ValueError, "columns"),
     ({"value": torch.randn(1, 2, 4, 4)}, ValueError, "alike"),
@@ -262,3 +264,19 @@ def test_numbers_of_numpy() -> None:
         assert torch.equal(
             scaled_dot_product_attention(x, x, x, **given_kw), scaled_dot_product_attention(x, x, x, **plain)
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
+def test_key_lengths_of_few_bits_beside_many_keys(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 1, 300, 4, generator=torch.Generator().manual_seed(0))
+    got = scaled_dot_product_attention(x, x, x, key_lengths=torch.tensor([100, 120], dtype=dtype))
+    for i, length in enumerate((100, 120)):
+        keys = x[i : i + 1, :, :length]
+        torch.testing.assert_close(got[i : i + 1], scaled_dot_product_attention(x[i : i + 1], keys, keys))
+
+
+def test_half_precision_keeps_a_sharpened_query_within_its_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 64, 8, generator=generator).half() for _ in range(2))
+    q[..., 0], k[..., 0] = 3e4, 0
+    assert scaled_dot_product_attention(q, k, k, impl="stock").isfinite().all()

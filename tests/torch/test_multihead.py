@@ -166,3 +166,10 @@ def test_bad_input_is_refused_in_one_sentence(make: dict[str, Any], call: dict[s
     x = torch.randn(3, 2, 8)
     with pytest.raises(ValueError, match=words):
         MultiheadAttention(8, 2, **make)(x, x, x, **call)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_output_lies_side_by_side_in_memory(batch_first: bool) -> None:
+    _, ours = pair(batch_first=batch_first)
+    x = torch.randn(5, 2, 8)
+    assert ours(x, x, x)[0].is_contiguous()

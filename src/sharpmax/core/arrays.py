@@ -88,12 +88,16 @@ def accumulation_dtype(lib: Library, x: Array) -> Any:
 
 
 def mask_threshold(name: str) -> float:
-    """Logits below this are masked: ``-inf`` and everything at or under half of the lowest finite number."""
-    kind = np.float64 if name == "float64" else np.float32
-    return float(np.nextafter(kind(LOWEST[name] / 2), kind(0)))
+    """Logits below this are masked: ``-inf`` and everything at or under half of the lowest finite number.
 
-
-MASK_THRESHOLD = {name: mask_threshold(name) for name in LOWEST}
+    The numbers stand in the code itself: ``torch.compile`` makes symbols of those that it finds elsewhere, and cannot
+    pass these from one ``autograd.Function`` to the next.
+    """
+    if name == "float16":
+        return -32751.998046875
+    if name == "bfloat16":
+        return -1.6947655932137197e38
+    return -8.988465674311578e307 if name == "float64" else -1.7014116317805963e38
 
 
 def stop_gradient(x: Array) -> Array:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .arrays import MASK_THRESHOLD, broadcasts, floating_dtype, to_numpy
+from .arrays import broadcasts, floating_dtype, mask_threshold, to_numpy
 from .policies.entropy import Beyond, EntropyCurve, EntropyPolynomial
 from .stats import row_stats
 
@@ -55,7 +55,7 @@ def optimal_temperatures(
     if method not in ("exact", "grid"):
         raise ValueError(f"expected method to be 'exact' or 'grid', got {method!r}")
     logits = logits if hasattr(logits, "dtype") else np.asarray(logits, np.float64)
-    threshold = MASK_THRESHOLD[floating_dtype(logits)]
+    threshold = mask_threshold(floating_dtype(logits))
     s, wanted = to_numpy(logits), to_numpy(target, np.int64)
     if s.ndim != 2 or wanted.shape != s.shape[:1]:
         raise ValueError(f"expected logits [rows, n] and target [rows], got shapes {s.shape} and {wanted.shape}")

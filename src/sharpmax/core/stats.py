@@ -6,13 +6,13 @@ import math
 from typing import Any, NamedTuple
 
 from .arrays import (
-    MASK_THRESHOLD,
     Array,
     accumulation_dtype,
     device_of,
     dtype_name,
     library_of,
     logit_rows,
+    mask_threshold,
     stop_gradient,
 )
 from .rowwise import RowFunction, apply
@@ -125,7 +125,7 @@ ZERO_EXPONENT = -1e4
 
 def masked_logits(xp: Any, x: Array, where: Array | None) -> tuple[Array, float]:
     """The logits ``x`` in the type that statistics are held in, and the threshold under which one is masked."""
-    threshold = MASK_THRESHOLD[dtype_name(x)]
+    threshold = mask_threshold(dtype_name(x))
     logits = xp.astype(x, accumulation_dtype(library_of(x), x), copy=False)
     if where is not None:
         logits = xp.where(where, logits, -math.inf)

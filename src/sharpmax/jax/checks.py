@@ -119,6 +119,8 @@ def _lengths(lengths: Any, batch: int, longest: int, name: str) -> jax.Array | N
         raise TypeError(f"expected {name} to be an array of whole numbers, got {lengths.dtype}")
     if lengths.shape != (batch,):
         raise ValueError(f"expected {name} of shape ({batch},), one for each batch element, got {lengths.shape}")
+    if jnp.iinfo(lengths.dtype).bits < 32:  # the number of keys may be none of theirs
+        lengths = lengths.astype(jnp.int32)
     return jnp.clip(lengths, 0, longest).astype(jnp.int32)
 
 
@@ -132,7 +134,7 @@ def geometry_of(
         raise ValueError(f"expected softcap to be a positive number or None, got {softcap!r}")
     if scale is not None and not _finite(scale, "scale"):
         raise ValueError(f"expected scale to be a finite number, got {scale!r}")
-    left, right = _band(local_window_size)
+    left, right = band(local_window_size)
     if is_causal:
         right = 0
     factor = 1.0 / math.sqrt(columns) if scale is None else float(scale)
@@ -147,7 +149,8 @@ def _finite(x: Any, name: str) -> bool:
     return math.isfinite(x)
 
 
-def _band(window: Any) -> tuple[int, int]:
+def band(window: Any) -> tuple[int, int]:
+    """How many keys before and after its own a query sees, :data:`.geometry.ALL` without a window."""
     if window is None:
         return ALL, ALL
     sides = window if isinstance(window, tuple | list) else (window, window)

@@ -19,9 +19,9 @@ from ..core.policies import PAPER, Constant, LearnableStructure, Policy
 from ..core.stats import RowStats
 from ..mechanisms import Mechanism, Window, find
 from . import reference
-from .checks import Inputs, checked, misfit
+from .checks import Inputs, band, checked, misfit
 from .checks import Window as Band
-from .geometry import accumulation, without_padding
+from .geometry import ALL, accumulation, without_padding
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def _latest(mechanism: Window, window: Band, is_causal: bool, query: Any, key: A
             f"a {mechanism.about.title} counts positions from the first query and key here: expected as many queries "
             f"as keys, or is_causal=True, got {query.shape[-3]} and {key.shape[-3]}; give a mask instead"
         )
-    left = window[0] if isinstance(window, tuple | list) else window
-    return (mechanism.size - 1 if left is None else min(left, mechanism.size - 1), 0)
+    left, _ = band(window)
+    return (mechanism.size - 1 if left == ALL else min(left, mechanism.size - 1), 0)
 
 
 def attention(

@@ -279,7 +279,7 @@ def attend_backward(geometry: Geometry, limits: Sizes, saved: Any, d_out: Any) -
                 dv = pair.add_to_keys(dv, block.start, jnp.einsum("gts,gtd->sd", w, grad))
                 g = w * (jnp.einsum("gtd,sd->gts", grad, pair.of_keys(value, block.start)) - delta)
                 if d_beta is not None:
-                    d_beta = d_beta + (g * (block.logits - top)).sum(-1)
+                    d_beta = d_beta + (g * jnp.maximum(block.logits - top, LOWEST)).sum(-1)
                 dq, sums = _gradients(pair, rows, block, slope * g, dq, dk, dbias)
                 return dq, d_beta, sums, dv
 

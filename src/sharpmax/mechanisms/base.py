@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from ..core.arrays import (
-    MASK_THRESHOLD,
     Array,
     accumulation_dtype,
     broadcasts,
@@ -17,6 +16,7 @@ from ..core.arrays import (
     dtype_name,
     library_of,
     logit_rows,
+    mask_threshold,
     stop_gradient,
 )
 from ..core.policies import Policy
@@ -132,7 +132,7 @@ class Mechanism(Serialisable, abstract=True):
         xp = lib.xp
         if logits.shape[-1] == 0:
             return logits if self.maps == 1 else logits[..., :: self.maps, :, :]
-        visible = ~(logits < MASK_THRESHOLD[dtype_name(logits)])
+        visible = ~(logits < mask_threshold(dtype_name(logits)))
         if mask is not None:
             visible = visible & xp.reshape(mask, rows.shape)
         held = xp.where(visible, xp.astype(logits, accumulation_dtype(lib, logits), copy=False), 0.0)

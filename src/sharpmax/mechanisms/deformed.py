@@ -10,7 +10,9 @@ and without its singularity at ``alpha = 1``.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..core.arrays import Array, library_of, stop_gradient
@@ -81,22 +83,36 @@ def log_largest(xp: Any, z: Array, visible: Array, e: Array | float, count: Arra
     ``F ** e`` is a convex function of ``exp(e m)``, ``F`` the sum of the weights, so a step of Newton's method from
     anywhere ends above the root: it moves the upper end of a bracket whose other end is found by bisection.
     """
-
-    def pair(low: Array, high: Array) -> tuple[Array, Array]:
-        for at in (high, (low + high) / 2):
-            values, slopes = weights_given(xp, z, visible, e, at)
-            total = _sum_or_one(xp, values)
-            part = total / _sum_or_one(xp, slopes) * one_less(xp, e, xp.log(total))
-            high = xp.maximum(xp.minimum(high, at - part * log1p_ratio(xp, -e * part)), low)
-            low = xp.where(total <= 1, xp.minimum(at, high), low)
-        return low, high
-
+    if library_of(z).name == "jax":
+        return _jax_search()(z, visible, e, count)
     low, high = -xp.log(count), xp.zeros_like(count)
-    if library_of(z).name == "jax":  # compiled once, not PAIRS times
-        return sys.modules["jax"].lax.fori_loop(0, PAIRS, lambda _, bracket: pair(*bracket), (low, high))[1]
     for _ in range(PAIRS):
-        low, high = pair(low, high)
+        low, high = _narrowed(xp, z, visible, e, low, high)
     return high
+
+
+def _narrowed(xp: Any, z: Array, visible: Array, e: Array | float, low: Array, high: Array) -> tuple[Array, Array]:
+    """The bracket after a pair of steps."""
+    for at in (high, (low + high) / 2):
+        values, slopes = weights_given(xp, z, visible, e, at)
+        total = _sum_or_one(xp, values)
+        part = total / _sum_or_one(xp, slopes) * one_less(xp, e, xp.log(total))
+        high = xp.maximum(xp.minimum(high, at - part * log1p_ratio(xp, -e * part)), low)
+        low = xp.where(total <= 1, xp.minimum(at, high), low)
+    return low, high
+
+
+@functools.cache
+def _jax_search() -> Callable[..., Any]:
+    """:func:`log_largest` for JAX, compiled once for every shape: a pair of steps once, and not PAIRS times."""
+    jax = sys.modules["jax"]
+
+    def search(z: Any, visible: Any, e: Any, count: Any) -> Any:
+        xp = library_of(z).xp
+        start = (-xp.log(count), xp.zeros_like(count))
+        return jax.lax.fori_loop(0, PAIRS, lambda _, bracket: _narrowed(xp, z, visible, e, *bracket), start)[1]
+
+    return jax.jit(search)
 
 
 def one_less(xp: Any, e: Array | float, x: Array) -> Array:

@@ -264,10 +264,10 @@ def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor, impl: str, dropout_p:
 
 
 def _sharpened(q: Tensor, beta: Tensor) -> Tensor:
-    """``beta * q`` in the type of ``q``; rows of beta :data:`HARDEST` are kept within its numbers."""
+    """``beta * q`` in the type of ``q``, whose numbers no row leaves: a smaller beta keeps it within them."""
     if q.dtype == torch.float16:
         room = torch.finfo(q.dtype).max / q.detach().abs().amax(-1).clamp(min=1e-3).to(beta.dtype)
-        beta = torch.where(beta == HARDEST, torch.minimum(beta, room), beta)
+        beta = torch.minimum(beta, room)
     return (q * beta[..., None]).to(q.dtype)
 
 

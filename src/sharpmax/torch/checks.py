@@ -17,6 +17,8 @@ from ..mechanisms.base import check_no_mechanism
 from .geometry import ALL, Geometry
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+"""The types of whole numbers."""
 
 Causal = bool | Literal["lower_right"]
 Window = int | tuple[int, int] | None
@@ -82,6 +84,8 @@ def check_tensors(tensors: dict[str, Any]) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"expected {name} to be a torch tensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise TypeError(f"expected {name} to be a dense tensor, got a nested one; see varlen_attention")
         if x.dtype not in DTYPES:
             raise TypeError(f"expected {name} of type float16, bfloat16, float32 or float64, got {_name(x.dtype)}")
         if x.device != first.device:
@@ -197,14 +201,14 @@ def _mask(mask: Tensor | None, logits: tuple[int, ...], heads: int) -> Tensor | 
 def _lengths(lengths: Any, batch: int, keys: int, device: torch.device) -> Tensor | None:
     if lengths is None:
         return None
-    if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+    if not isinstance(lengths, Tensor) or lengths.dtype not in WHOLE:
         got = _name(lengths.dtype) if isinstance(lengths, Tensor) else type(lengths).__name__
         raise TypeError(f"expected key_lengths to be a tensor of whole numbers, got {got}")
     if lengths.numel() != batch:
         raise ValueError(f"expected key_lengths of shape [{batch}], one for each batch element, got {lengths.shape}")
     if lengths.device != device:
         raise ValueError(f"expected key_lengths on the query's device {device}, got it on {lengths.device}")
-    return torch.clamp(lengths.reshape(batch), min=0, max=keys).to(torch.int32)
+    return torch.clamp(lengths.reshape(batch).to(torch.int64), min=0, max=keys).to(torch.int32)
 
 
 def forward_mode() -> bool:
@@ -228,9 +232,9 @@ def geometry_of(
     """The geometry that the arguments of attention describe."""
     if not isinstance(is_causal, bool | np.bool_) and not (isinstance(is_causal, str) and is_causal == "lower_right"):
         raise ValueError(f"expected is_causal to be True, False or 'lower_right', got {is_causal!r}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+    if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"expected softcap to be a positive number or None, got {softcap!r}")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"expected scale to be a finite number, got {scale!r}")
     left, right = band(window)
     if is_causal:

@@ -19,10 +19,9 @@ from ..core.softmax import softmax
 from ..core.stats import RowStats, row_stats
 from .attention import Attention, row_betas
 from .blocks import accumulation
-from .checks import Window, check_policy, forward_mode, geometry_of, has_tangent
+from .checks import WHOLE, Window, check_policy, forward_mode, geometry_of, has_tangent
 from .choice import HAS_TRITON
 from .geometry import ALL, LARGEST_HEAD, Geometry, visible_counts
-from .ops import WHOLE
 
 MOST_QUERIES = 16
 IMPLEMENTATIONS = ("auto", "triton", "torch")

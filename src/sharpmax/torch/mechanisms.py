@@ -68,7 +68,7 @@ class Settled(NamedTuple):
 
 def settled(mechanism: Any, policy: Policy) -> Settled:
     """What stands for ``mechanism``, a name, an object or a module, given beside the default policy."""
-    if policy != PAPER:
+    if policy is not PAPER and policy != PAPER:  # torch.compile need not look into the one that is given by default
         raise ValueError(
             "expected a mechanism or a policy, got both; a policy as a mechanism is "
             "sharpmax.mechanisms.Temperature(policy)"

@@ -111,8 +111,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         mask = self._mask(None if is_causal else attn_mask, key_padding_mask, query, key)
         output = self._attended(query, key, value, mask, None, is_causal)
         if not batched:
-            return output.squeeze(0), None
-        return output if self.batch_first else output.transpose(0, 1), None
+            output = output.squeeze(0)
+        elif not self.batch_first:
+            output = output.transpose(0, 1)
+        return self.out_proj(output), None
 
     def _attended(
         self,
@@ -123,7 +125,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_lengths: Tensor | None,
         is_causal: bool,
     ) -> Tensor:
-        """The output of ``[batch, length, columns]`` tensors."""
+        """What heads make of ``[batch, length, columns]`` tensors, side by side."""
         heads = (self.num_heads * self.maps, self.num_heads * self.maps, self.num_heads)
         projected = zip(self._projected(query, key, value), heads, strict=True)
         q, k, v = (x.unflatten(-1, (count, -1)).transpose(1, 2) for x, count in projected)
@@ -132,7 +134,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k, v, mask, dropout, is_causal, policy=self.policy, mechanism=self.mechanism, key_lengths=key_lengths,
             impl=self.impl,
         )  # fmt: skip
-        return self.out_proj(output.transpose(1, 2).flatten(-2))
+        return output.transpose(1, 2).flatten(-2)
 
     def _nested(
         self,
@@ -156,7 +158,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         q, k, v = (nn.utils.rnn.pad_sequence(list(x.unbind()), batch_first=True) for x in (query, key, value))
         key_lengths = torch.tensor(lengths[1], dtype=torch.int32).to(query.device)
-        output = self._attended(q, k, v, None, key_lengths, is_causal or self.windowed)
+        output = self.out_proj(self._attended(q, k, v, None, key_lengths, is_causal or self.windowed))
         parts = [row[:length] for row, length in zip(output, lengths[0], strict=True)]
         return torch.nested.as_nested_tensor(parts, layout=query.layout)
 

@@ -21,9 +21,6 @@ from .blocks import accumulation
 from .geometry import Geometry
 
 IMPLEMENTATIONS = ("streaming", "triton")
-WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-"""The types of whole numbers."""
-
 NO_KEYS = (-math.inf, 0.0, 0.0, math.inf, 0)
 """Maximum, sum, moment, minimum and count of a row that sees nothing."""
 

@@ -21,7 +21,17 @@ from .attention import (
     with_policy_inside,
 )
 from .blocks import accumulation
-from .checks import Inputs, Window, check_dropout, check_policy, check_tensors, geometry_of, misfit, under_autocast
+from .checks import (
+    WHOLE,
+    Inputs,
+    Window,
+    check_dropout,
+    check_policy,
+    check_tensors,
+    geometry_of,
+    misfit,
+    under_autocast,
+)
 from .choice import choose
 
 
@@ -104,12 +114,12 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Any, cu_k: An
     tensors = [query, key, value]
     if any(x.ndim != 3 for x in tensors):
         raise misfit("query, key and value [tokens, heads, columns]", tensors)
-    if key.shape[:2] != value.shape[:2] or query.shape[2] != key.shape[2]:
+    if key.shape[:2] != value.shape[:2] or query.shape[2] != key.shape[2] or query.shape[2] == 0:
         raise misfit("query, key and value that fit together", tensors)
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise misfit("the query's heads to be a multiple of the key's", tensors)
     for name, starts in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if not isinstance(starts, Tensor) or starts.ndim != 1 or len(starts) < 1 or starts.dtype not in ops.WHOLE:
+        if not isinstance(starts, Tensor) or starts.ndim != 1 or len(starts) < 1 or starts.dtype not in WHOLE:
             of = (
                 f"{starts.dtype} of shape {tuple(starts.shape)}"
                 if isinstance(starts, Tensor)

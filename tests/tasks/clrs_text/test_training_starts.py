@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -184,7 +185,7 @@ def test_one_run_at_a_time_in_a_folder(tmp_path, settings):
     assert train(settings, out, cpu=True) is not None
 
 
-def command_fields(settings: Settings, folder: Path) -> dict[str, Path]:
+def command_fields(settings: Settings, folder: Path) -> dict[str, Any]:
     path = folder / "settings.json"
     content = json.dumps(settings.to_json() | {"model": settings.model})
     path.write_text(content, encoding="utf-8-sig")  # as some editors begin a file

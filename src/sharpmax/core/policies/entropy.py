@@ -135,7 +135,8 @@ class EntropyCurve(Serialisable):
         value = xp.full_like(entropy, self.betas[0])
         knots = zip(self.entropies, self.betas, strict=True)
         for (left, low), (right, high) in pairwise(knots):
-            value = value + (high - low) / (right - left) * (xp.clip(entropy, left, right) - left)
+            within = xp.minimum(xp.maximum(entropy, xp.full_like(entropy, left)), xp.full_like(entropy, right))
+            value = value + (high - low) / (right - left) * (within - left)
         return xp.where(entropy > self.threshold, xp.maximum(value, xp.full_like(value, self.floor)), 1.0)
 
 

@@ -1,0 +1,72 @@
+"""``torch.compile`` of calls whose numbers change: what was compiled serves them, or is compiled anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sharpmax
+from sharpmax.torch import decode_attention, scaled_dot_product_attention, varlen_attention
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def tensor(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def attend(x: Tensor, **options: Any) -> Any:
+    return scaled_dot_product_attention(x, x, x, **options)
+
+
+def decode(x: Tensor, **options: Any) -> Any:
+    lengths = torch.tensor([5, 3])
+    return decode_attention(x[:, :, :1].detach(), x.detach(), x.detach(), lengths, **options)
+
+
+def packed(x: Tensor, **options: Any) -> Any:
+    tokens, starts = x[0].transpose(0, 1), torch.tensor([0, 2, 5], dtype=torch.int32)
+    return varlen_attention(tokens, tokens, tokens, starts, starts, **options)
+
+
+@pytest.mark.parametrize("call", [attend, decode, packed])
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+def test_another_number(call: Callable[..., Any], option: str) -> None:
+    x, run = tensor(2, 4, 5, 8), compiled(lambda x, number: call(x, **{option: number}))
+    for number in (0.5, 0.7, 0.9):
+        torch.testing.assert_close(run(x, number), call(x, **{option: number}))
+
+
+@pytest.mark.parametrize("function", [sharpmax.adaptive_temperature_softmax, lambda x: attend(x, impl="reference")])
+def test_symbolic_sizes_with_gradients(function: Callable[[Tensor], Tensor]) -> None:
+    run = compiled(function, dynamic=True)
+    for rows in (5, 7):
+        x = tensor(2, 4, rows, 8)
+        (got,) = torch.autograd.grad(run(x).square().sum(), x)
+        (expected,) = torch.autograd.grad(function(x).square().sum(), x)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+MORE = [pytest.param(name, marks=pytest.mark.thorough) for name in ("hard", "sigmoid", "top_k")]
+
+
+@pytest.mark.parametrize("mechanism", ["sparsemax", "window", *MORE])
+def test_mechanisms_with_symbolic_sizes(mechanism: str) -> None:
+    run = compiled(lambda x: attend(x, mechanism=mechanism), dynamic=True)
+    for rows in (5, 7):
+        x = tensor(2, 4, rows, 8)
+        torch.testing.assert_close(run(x), attend(x, mechanism=mechanism))
+
+
+def test_another_policy_of_the_same_kind() -> None:
+    x, run = tensor(2, 4, 5, 8), compiled(lambda x, policy: attend(x, policy=policy))
+    for top in (2.0, 2.5, 3.0):
+        policy = sharpmax.EntropyCurve((0.5, top / 2), (1.0, top))
+        torch.testing.assert_close(run(x, policy), attend(x, policy=policy))
