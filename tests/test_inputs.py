@@ -55,5 +55,5 @@ def test_a_text_that_a_tokenizer_has_no_tokens_for() -> None:
     few.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=few)
     assert token_ids(tokenizer, "abba") == [0, 1, 1, 0]
-    with pytest.raises(ValueError, match="expected a text that the model's tokenizer can read, and it says: WordLevel"):
+    with pytest.raises(InputError, match="expected a text that the model's tokenizer can read, and it says: WordLevel"):
         token_ids(tokenizer, "abc")

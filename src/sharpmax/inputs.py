@@ -70,9 +70,9 @@ def check_folder(folder: Path) -> None:
 
 
 def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """The tokens of ``text``; ValueError where a tokenizer of transformers has none for some of it."""
+    """The tokens of ``text``; InputError where a tokenizer of transformers has none for some of it."""
     try:
         found = tokenizer(text, verbose=False, **options)
     except Exception as error:  # what is wrong in there has no class of its own
-        raise ValueError(f"expected a text that the model's tokenizer can read, and it says: {error}") from error
+        raise InputError(f"expected a text that the model's tokenizer can read, and it says: {error}") from error
     return list(found["input_ids"])
