@@ -296,6 +296,12 @@ def test_commands_without_figures_import_no_matplotlib(arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_terminal_that_cannot_show_a_letter_is_served():
+    done = process("bound", before="sys.stdout.reconfigure(encoding='ascii')")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?" in done.stdout
+
+
 @pytest.mark.parametrize("arguments", [[], ["reproduce"]])
 def test_no_command_prints_help(command, arguments):
     code, out, err = command(*arguments)

@@ -34,6 +34,9 @@ def test_policies_by_name_and_by_file(tmp_path: Path) -> None:
     assert find_policy("paper", named) == PAPER
     Constant(2.0).save(tmp_path / "policy.json")
     assert find_policy(str(tmp_path / "policy.json"), named) == Constant(2.0)
+    content = (tmp_path / "policy.json").read_text()
+    (tmp_path / "marked.json").write_text(content, encoding="utf-8-sig")  # as some editors begin a file
+    assert find_policy(str(tmp_path / "marked.json"), named) == Constant(2.0)
     with pytest.raises(InputError, match="expected the policy to be none, paper or a policy file, got 'best'"):
         find_policy("best", named)
     (tmp_path / "broken.json").write_text("{")

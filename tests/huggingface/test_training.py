@@ -51,13 +51,14 @@ def test_gradient_checkpointing_changes_nothing(family, reentrant):
     check_equal(found, expected)
 
 
-def test_the_whole_model_compiles_with_gradients():
+@pytest.mark.parametrize("dynamic", [None, True], ids=["sizes", "symbols"])
+def test_the_whole_model_compiles_with_gradients(dynamic):
     model = families.causal("gemma2")
     ids, mask = families.padded([17, 6], 17, "left")
     sharpen(model, PAPER, heads={0: [0, 1], 1: [2]})
     expected = gradients(model, attention_mask=mask)
     torch._dynamo.reset()
-    run = torch.compile(model, backend="eager", fullgraph=True)
+    run = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
     check_equal(gradients(model, run, attention_mask=mask), expected)
     with torch.no_grad(), sharpen(model, Constant(2.0)):
         assert torch.allclose(run(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits, atol=1e-9)

@@ -183,3 +183,9 @@ def test_bad_input_is_refused_in_one_sentence(change: dict[str, Any], words: str
     call: Any = {"query": q, "key": k, "value": v, "cu_seqlens_q": STARTS_Q, "cu_seqlens_k": STARTS_K} | change
     with pytest.raises(ValueError, match=words):
         varlen_attention(**call)
+
+
+def test_no_columns_are_refused() -> None:
+    empty, starts = torch.ones(5, 2, 0), torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="query, key and value that fit together"):
+        varlen_attention(empty, empty, empty, starts, starts)

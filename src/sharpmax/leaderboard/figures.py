@@ -58,7 +58,7 @@ def draw_accuracy(figure: Figure, data: Mapping[str, Any]) -> None:
     for axis, (table, part), letter in zip(below, data["tables"].items(), "cd", strict=True):
         for name, points in differences(part["rows"]).items():
             n, values = _known(data["sizes"], points)
-            axis.plot(n, values, marker="o", markersize=2, **style(name))
+            axis.plot(n, values, marker="_" if len(n) == 1 else "", **style(name))  # one size makes no line
             highest = max([highest, *(1.15 * values)])
         _frame(axis, data["sizes"], f"({letter})  {TITLES[table]}")
     below[0].set_ylim(-highest, highest)

@@ -49,6 +49,7 @@ def tiny(tmp_path) -> Settings:
         ({"model": "nothing.json"}, "expected a file with the config of a model, got 'nothing.json'"),
         ({"settings": Path("nothing.json")}, "expected a file of settings, got 'nothing.json': No such file"),
         ({"data": "nothing"}, "nothing"),
+        ({"seed": 2**63}, r"expected a seed from 0 to 2\*\*63 - 1, got 9223372036854775808"),
     ],
 )
 def test_what_cannot_be_used_is_said_in_a_sentence(tmp_path, monkeypatch, options, match):

@@ -208,5 +208,5 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
 
 def test_bad_news_tell_of_a_checkpoint_only_if_there_is_one(tmp_path, settings):
     wild = replace(settings, learning_rate=1e30, tokens=8 * settings.tokens)
-    with pytest.raises(InputError, match=r"is no number after step .*: try a lower one$"):
+    with pytest.raises(InputError, match=r"is no number after step .*: try a lower one; nothing is saved yet$"):
         train(wild, tmp_path / "run", cpu=True)

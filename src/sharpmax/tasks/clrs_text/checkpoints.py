@@ -118,8 +118,8 @@ def read(out: Path) -> dict[str, Any] | None:
 
 
 def kept(out: Path) -> str:
-    """What to add to bad news."""
-    return "; the last checkpoint is kept" if (out / POINTER).exists() else ""
+    """What of a run outlives bad news."""
+    return "the last checkpoint is kept" if (out / POINTER).exists() else "nothing is saved yet"
 
 
 def check_start(content: dict[str, Any], config: dict[str, Any], start: str, out: Path) -> None:

@@ -164,8 +164,8 @@ def find_encoder(model: str, *, begin: bool | None = None) -> Encoder:
     from ...huggingface import weights
 
     known = weights.MODELS.get(model)
-    where = weights.place(model)
     try:
+        where = weights.place(model)
         tokenizer = AutoTokenizer.from_pretrained(where, **weights.reach(where))
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer was found for {model!r}: {' '.join(str(error).split())}") from None

@@ -191,7 +191,7 @@ class Run:
         except torch.OutOfMemoryError as error:
             raise InputError(
                 f"the device has no memory for {self.settings.micro} sequences of {self.settings.length:,} tokens at a "
-                f"time: try a smaller --micro, or --gradient-checkpointing{checkpoints.kept(self.out)}"
+                f"time: try a smaller --micro, or --gradient-checkpointing; {checkpoints.kept(self.out)}"
             ) from error
         finally:
             self.hold.close()
@@ -271,7 +271,7 @@ class Run:
         if broken or not math.isfinite(mean):
             what = "gradient" if math.isfinite(mean) else "loss"
             raise InputError(
-                f"the {what} is no number after step {self.step}, with a learning rate of {rate:.3g}: try a lower one"
+                f"the {what} is no number after step {self.step}, with a learning rate of {rate:.3g}: try a lower one; "
                 f"{checkpoints.kept(self.out)}"
             )
         if accelerator.device.type == "cuda":

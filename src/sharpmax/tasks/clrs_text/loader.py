@@ -110,7 +110,7 @@ class _Parts(IterableDataset[tuple[int, Arrays | str, dict[str, Any]]]):
     What is wrong with the samples comes as a text in the place of a batch, since PyTorch would add a traceback to it.
     Arrays are sent, not tensors: a worker that is told to end while its queue moves a tensor to shared memory aborts.
     The packer, with a vocabulary of megabytes, is read from a file: what is sent to a worker waits for all its imports,
-    and the next worker is started after that; eight would take three times as long to begin.
+    and the next worker is started after that.
     """
 
     def __init__(self, stored: Path, batch: int, order: list[int], states: list[dict[str, Any]]) -> None:

@@ -69,7 +69,7 @@ def train_command(
         check_folder(out)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are processes already
     with user_input():
-        from .checkpoints import POINTER
+        from .checkpoints import kept
         from .fine_tuning import Run, finished
         from .models import check_dtype
         from .preparation import resolved
@@ -83,8 +83,7 @@ def train_command(
         try:
             found = run.complete(show, until, save_dtype)
         except KeyboardInterrupt:
-            kept = "the last checkpoint is kept" if (out / POINTER).exists() else "nothing is saved yet"
-            print(f"{out}: {kept}; the same command goes on from there", file=sys.stderr)
+            print(f"{out}: {kept(out)}; the same command goes on from there", file=sys.stderr)
             raise
     if not run.accelerator.is_main_process:
         return []
