@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import sharpmax
@@ -362,3 +363,26 @@ def test_words_that_a_vocabulary_has_stay_whole(name: str, pieces: list[str]) ->
     tokenizer = AutoTokenizer.from_pretrained(weights.directory(name))
     tokens = tokenizer(weights.PROBE, add_special_tokens=False).input_ids
     assert tokenizer.convert_ids_to_tokens(tokens)[:5] == pieces
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(SMOLLM2, marks=needs(SMOLLM2)), pytest.param(GEMMA, marks=converted(GEMMA))]
+)
+def test_texts_begin_end_and_are_padded_with_the_tokens_that_the_file_names(name: str) -> None:
+    config = json.loads((weights.directory(name) / "config.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(weights.directory(name))
+    kinds = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert [getattr(tokenizer, kind) for kind in kinds] == [config[kind] for kind in kinds]
+    assert tokenizer.eos_token_id != tokenizer.bos_token_id
+
+
+def test_a_tokenizer_that_ends_texts_with_another_token_than_the_file_says_is_set_right() -> None:
+    tokens = {f"<{kind}>": i for i, kind in enumerate(("unk", "begin", "end"))}
+    read = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(tokens, unk_token="<unk>")),
+        bos_token="<begin>",
+        eos_token="<begin>",
+    )
+    weights._name_tokens(read, LlamaConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2))
+    assert (read.bos_token, read.eos_token, read.pad_token) == ("<begin>", "<end>", "<end>")
+    assert len(read) == 3

@@ -26,7 +26,7 @@ from ..extras import require
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONVERSION = 2
+CONVERSION = 3
 """Part of the names of converted folders: folders that another way of converting left are not used."""
 
 PROBE = "def largest(numbers):\n    return max(numbers)  # 1,024 items, naïve"
@@ -337,6 +337,7 @@ def _save(model: Packaged, gguf: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     _check_tokens(model, tokenizer)
     network = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    _name_tokens(tokenizer, network.config)
     tied = {"lm_head.weight"} if network.config.tie_word_embeddings else set()
     tensors = {key: value.contiguous() for key, value in network.state_dict().items() if key not in tied}
     folder.mkdir()
@@ -366,6 +367,16 @@ def _check_tokens(model: Packaged, tokenizer: PreTrainedTokenizerBase) -> None:
             f"expected transformers to read the tokenizer of {model.name} as the model was trained with it, which "
             f"{__version__} does not; 5.18 and later are known to"
         )
+
+
+def _name_tokens(tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
+    """Let the tokenizer begin, end and pad texts with the tokens that the file says, which the config has.
+
+    transformers 5.17 lets SmolLM2's end with the token that begins them, and gives none to pad with.
+    """
+    for kind in ("bos", "eos", "pad", "unk"):
+        if (token := getattr(config, f"{kind}_token_id", None)) is not None:
+            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(token))
 
 
 def _edit(path: Path, drop: Sequence[str], **changes: Any) -> None:
