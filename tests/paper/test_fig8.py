@@ -29,6 +29,12 @@ from sharpmax.tasks.clrs_text.outcomes import Description, summarise
 Chance = Callable[[str, int], float]
 
 
+@pytest.fixture(autouse=True)
+def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the package is installed without a checkout."""
+    monkeypatch.setattr(fig8, "SHIPPED", tmp_path / "nowhere")
+
+
 def rule(policy: Any) -> list[dict[str, Any]]:
     return [{"policy": policy.to_dict(), "layers": None, "heads": None}]
 
@@ -392,6 +398,25 @@ def test_the_command_and_what_all_does(
     monkeypatch.setattr(Exhibit, "run", note)
     command("reproduce", "all", "--out", str(out))
     assert dict(asked)["fig8"] == {}  # drawn again from its file
+
+
+def test_a_checkout_has_evaluations_of_its_own(
+    two: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = saved(tmp_path, **two)
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    paths["baseline"].rename(shipped / "none")
+    paths["adaptive"].rename(shipped / "paper")
+    monkeypatch.setattr(fig8, "SHIPPED", shipped)
+    out = tmp_path / "out"
+    assert EXHIBITS["fig8"].ready(out)
+    EXHIBITS["fig8"].run(out)
+    made = json.loads((out / "fig8.json").read_text())
+    assert made["comparisons"] == fig8.data(two)["comparisons"]
+    monkeypatch.setattr(fig8, "SHIPPED", tmp_path / "nowhere")
+    assert EXHIBITS["fig8"].ready(out)  # its file is there
+    assert not EXHIBITS["fig8"].ready(tmp_path)
 
 
 def _text(page: Path) -> str:

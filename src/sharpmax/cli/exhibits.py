@@ -172,7 +172,7 @@ def every(
             _make(exhibit.name, out, protocol=name, checkpoint=folders[name], **table)
         if exhibit.models and not _any_there(exhibit.models):
             print(f"{exhibit.command}: left out, since none of {', '.join(exhibit.models)} is installed")
-        elif exhibit.inputs and not (out / f"{exhibit.name}.json").exists():
+        elif not exhibit.ready(out):
             options = " and ".join(f"--{name}" for name in exhibit.inputs)
             print(f"{exhibit.command}: left out, since it is made from results that {options} name")
         elif not exhibit.heads:

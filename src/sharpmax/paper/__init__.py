@@ -26,13 +26,17 @@ class Exhibit:
     models: tuple[str, ...] = ()
     """Packaged models that it is about."""
     inputs: tuple[str, ...] = ()
-    """Options that name results it is made from. ``sharpmax reproduce all`` has none of them, and only draws it again
-    where its JSON file is there."""
+    """Options that name results it is made from. ``sharpmax reproduce all`` has none of them: it takes those that come
+    with a checkout, or draws it again where its JSON file is there."""
 
     @property
     def command(self) -> str:
         """Its name on the command line."""
         return self.name.replace("_", "-")
+
+    def ready(self, out: Path) -> bool:
+        """Whether what it is made from is there without being named."""
+        return not self.inputs or self._module().ready(out)
 
     def run(self, out: Path, **options: Any) -> list[Path]:
         """Make the exhibit and write its files into the folder ``out``; returns their paths.
@@ -43,7 +47,10 @@ class Exhibit:
         if self.heads:
             require("jax", "experiments", "Trained heads")
         check_folder(out)
-        return importlib.import_module(f"{__name__}.{self.name}").run(out, **options)
+        return self._module().run(out, **options)
+
+    def _module(self) -> Any:
+        return importlib.import_module(f"{__name__}.{self.name}")
 
 
 EXHIBITS = {

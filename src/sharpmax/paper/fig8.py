@@ -26,6 +26,8 @@ PARTS: dict[str, Callable[[int, Sequence[int]], bool]] = {
 """In distribution, which is at sizes of training, out of it, and the part of that which is larger than any of them."""
 
 NEEDED = ("--baseline", "--adaptive")
+SHIPPED = Path(__file__).resolve().parents[3] / "results" / "clrs_text" / "evaluations"
+"""In a checkout, the evaluations of the comparison that comes with it, by policy."""
 
 
 def data(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -239,10 +241,14 @@ def run(out: Path, baseline: Path | None = None, adaptive: Path | None = None, a
       adaptive: the same of one with adaptive temperature, on the same samples.
       also: a third one, to be compared with the baseline too.
 
-    Without evaluations, a fig8.json that is in ``out`` is drawn again, and stays as it is.
+    Without evaluations, a fig8.json that is in ``out`` is drawn again, and stays as it is; where there is none, the
+    evaluations are those that come with a checkout.
     """
-    if baseline is None and adaptive is None and also is None and (out / f"{NAME}.json").is_file():
-        return _again(out)
+    if baseline is None and adaptive is None and also is None:
+        if (out / f"{NAME}.json").is_file():
+            return _again(out)
+        if SHIPPED.is_dir():
+            baseline, adaptive = SHIPPED / "none", SHIPPED / "paper"
     if baseline is None or adaptive is None:
         raise InputError(f"expected {' and '.join(NEEDED)}, the folders of two evaluations of CLRS-Text, got not both")
     given = zip(VARIANTS, (baseline, adaptive, also), strict=True)
@@ -251,6 +257,11 @@ def run(out: Path, baseline: Path | None = None, adaptive: Path | None = None, a
     paths = save_exhibit(out, NAME, content, draw, figure_size(content))
     write_text(out / f"{NAME}.md", markdown(content))
     return [*paths, out / f"{NAME}.md"]
+
+
+def ready(out: Path) -> bool:
+    """Whether it can be made without being given evaluations."""
+    return (out / f"{NAME}.json").is_file() or SHIPPED.is_dir()
 
 
 def _again(out: Path) -> list[Path]:
