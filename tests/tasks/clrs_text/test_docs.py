@@ -13,7 +13,7 @@ from sharpmax.core.policies import PAPER
 from sharpmax.paper.fig8 import data
 from tests.doc_tables import ROOT, load, markdown
 
-PAGE = (ROOT / "docs/clrs_text.md").read_text(encoding="utf-8")
+PAGE, README = ((ROOT / page).read_text(encoding="utf-8") for page in ("docs/clrs_text.md", "README.md"))
 FOLDER = "results/clrs_text"
 POLICIES = ("none", "paper")
 PARTS = {"in": "training sizes", "out": "other sizes", "beyond": "of these, larger than any of training"}
@@ -98,6 +98,20 @@ def entropies_table() -> str:
 @pytest.mark.parametrize("table", [models_table, paired_table, entropies_table])
 def test_tables(table: Any) -> None:
     assert table() in PAGE, f"docs/clrs_text.md lacks\n{table()}"
+
+
+def test_the_readme_has_the_short_version() -> None:
+    kept = ("right at training", "right at other", "last loss", "a step")
+    lines = [line for line in models_table().splitlines() if line.startswith(tuple(f"| {name}" for name in kept))]
+    nats = entropy("none", 1536), entropy("paper", 1536, "acting_mean")
+    assert len(lines) == len(kept)
+    lines.append(f"| entropy of the heads at 1,536 tokens, nats | {nats[0]:.2f} | {nats[1]:.2f} |")
+    assert "\n".join(lines) in README
+    out = load("results/fig8.json")["comparisons"]["adaptive"]["out"]["algorithms"]
+    sure = [found["difference"] for found in out.values() if found["p_holm"] < 0.05]
+    above, below = sum(d > 0 for d in sure), sum(d < 0 for d in sure)
+    said = f"above softmax on {above} of {len(out)} algorithms and below on {below}."
+    assert said in " ".join(README.split())
 
 
 def shares(algorithm: str, part: str) -> str:
