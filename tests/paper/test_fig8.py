@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,60 +20,16 @@ from sharpmax.inputs import InputError
 from sharpmax.paper import EXHIBITS, Exhibit, fig8, report
 from sharpmax.paper.fig8_views import BLUE, FAINT, draw, findings, markdown, points, title
 from sharpmax.paper.paired import holm
-from sharpmax.tasks.clrs_text import ALGORITHMS, Split
+from sharpmax.tasks.clrs_text import ALGORITHMS
 from sharpmax.tasks.clrs_text import evaluation as upstream
 from sharpmax.tasks.clrs_text.benchmark import TRAINING_SIZES
-from sharpmax.tasks.clrs_text.outcomes import Description, summarise
-
-Chance = Callable[[str, int], float]
+from tests.paper.evaluations import falling, made_up, rule, saved
 
 
 @pytest.fixture(autouse=True)
 def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the package is installed without a checkout."""
     monkeypatch.setattr(fig8, "SHIPPED", tmp_path / "nowhere")
-
-
-def rule(policy: Any) -> list[dict[str, Any]]:
-    return [{"policy": policy.to_dict(), "layers": None, "heads": None}]
-
-
-def made_up(split: Split, chance: Chance, policy: Any = None, *, seed: int = 0, repeats: int = 0) -> dict[str, Any]:
-    """An evaluation where answers are right with a chance that depends on algorithm and size.
-
-    The last ``repeats`` samples of each size have one question; every other one of quicksort does not fit above 9.
-    """
-    drawn = np.random.default_rng(seed)
-    cells = {}
-    for (number, algorithm), start in product(enumerate(split.sizes), split.seeds):
-        sizes = {}
-        for size in split.sizes[algorithm]:
-            right = drawn.random(split.samples) < chance(algorithm, size)
-            texts = [
-                "-" if algorithm == "quicksort" and size > 9 and i % 2 else "01"[int(r)] for i, r in enumerate(right)
-            ]
-            tags = [f"0000{start:02d}{number:02d}{size:02d}{i:02d}" for i in range(split.samples - repeats)]
-            sizes[str(size)] = {
-                "final": "".join(texts),
-                "trace": "".join(texts) if algorithm != "segments_intersect" else None,
-                "too_long": texts.count("-"),
-                "cut": 1,
-                "reply_tokens": 10.0,
-                "questions": "".join(tags + [f"ffffffff{number:02d}{size:02d}"] * repeats),
-            }
-        totals = {"asked": 100, "prompt_tokens": 1000, "tokens": 500, "seconds": 2.0}
-        cells[algorithm, start] = {
-            "sizes": sizes,
-            **totals,
-            "provenance": {"device": {"gpus": ["NVIDIA H200"], "cpu": "a CPU"}},
-        }
-    described = Description("tiny", 1000, f"weights {seed}", "float32", policy and rule(policy), "tokens")
-    return summarise(cells, described, split, 2048)
-
-
-def falling(lead: float) -> Chance:
-    """Right less and less often with size; a lead at large sizes."""
-    return lambda algorithm, size: min(1.0, max(0.0, 1.05 - size / (20 + 3 * len(algorithm)) + lead * size / 64))
 
 
 FEW = upstream().only(["minimum", "bfs", "quicksort", "segments_intersect"], seeds=(3, 14), samples=12)
@@ -86,15 +41,6 @@ def two() -> dict[str, Any]:
         "baseline": made_up(FEW, falling(0), seed=1, repeats=3),
         "adaptive": made_up(FEW, falling(0.4), PAPER, seed=2, repeats=3),
     }
-
-
-def saved(folder: Path, **evaluations: Any) -> dict[str, Path]:
-    paths = {}
-    for name, found in evaluations.items():
-        paths[name] = folder / name
-        paths[name].mkdir(parents=True, exist_ok=True)
-        (paths[name] / "evaluation.json").write_text(json.dumps(found))
-    return paths
 
 
 def test_pairs_are_by_sample_and_repeats_count_once(two: dict[str, Any]) -> None:
