@@ -5,7 +5,8 @@
     DIR/runs/POLICY            a training run each, one after the other, from the same weights and over the same samples
     DIR/evaluations/POLICY     greedy answers to the same questions; a process for each policy, all at once
     DIR/fig8.png, ...          Figure 8, and what it says in numbers
-    DIR/heads/NAME             a diagnosis of the model after training, and before (`start`) if it had weights then
+    DIR/heads/NAME             a diagnosis of the model after training, and before if it had weights then: as it was
+                               (`start`), and with a policy switched on that it was not trained with (`start_POLICY`)
 
 Every stage goes on where it was stopped, by Ctrl-C say: give the same command again. On an NVIDIA GPU,
 evaluations share it through MPS where that works; what programs print that run together is in DIR/logs.
@@ -32,7 +33,7 @@ from sharpmax.core.files import write_text
 from sharpmax.inputs import InputError, find_policy, parse_numbers
 from sharpmax.tasks.clrs_text import evaluation, generate_samples
 from sharpmax.tasks.clrs_text.command import find_encoder
-from sharpmax.tasks.clrs_text.models import SCRATCH
+from sharpmax.tasks.clrs_text.models import SCRATCH, save_model, start_of
 from sharpmax.tasks.clrs_text.packing import LENGTH
 from sharpmax.tasks.clrs_text.training_command import POLICIES
 
@@ -188,13 +189,25 @@ def diagnose(asked: argparse.Namespace) -> None:
             )
         write_text(prompts, "".join(f"{json.dumps(text)}\n" for text in texts))
     if not made_anew(asked.model):
-        models["start"] = asked.model
+        models |= at_start(asked)
     words = ("--prompts", prompts, "--lengths", asked.lengths)
     programs = {
         f"diagnose_{name}": sharpmax("diagnose", model, *words, "--out", asked.out / "heads" / name)
         for name, model in models.items()
     }
     together(asked.out, programs, "heads/*/parts/*.json")
+
+
+def at_start(asked: argparse.Namespace) -> dict[str, str | Path]:
+    """The model before training, as it is and with each policy switched on."""
+    models: dict[str, str | Path] = {"start": asked.model}
+    for name, policy in asked.policies.items():
+        if (chosen := find_policy(policy, POLICIES)) is not None:
+            folder = models[f"start_{name}"] = asked.out / "starts" / name
+            if not folder.exists():
+                network, tokenizer = start_of(asked.model, chosen)
+                save_model(network, tokenizer, network.state_dict(), folder, "float32")
+    return models
 
 
 def made_anew(model: str) -> bool:
@@ -239,8 +252,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if policies[0] != "none" or not 2 <= len(policies) <= 3:
         parser.error(f"expected none and one or two other policies, got {', '.join(policies)}")
     asked.policies = {Path(policy).stem: policy for policy in policies}
-    if len(asked.policies) < len(policies) or "start" in asked.policies:
-        parser.error(f"expected policies of different names, and none called start, got {', '.join(policies)}")
+    if len(asked.policies) < len(policies) or any(name.startswith("start") for name in asked.policies):
+        parser.error(f"expected policies of different names, none of them start..., got {', '.join(policies)}")
     if asked.samples < 1 or asked.tokens < 1:
         parser.error(f"expected at least one sample and one token, got {asked.samples} and {asked.tokens}")
     try:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from sharpmax import PAPER_HELD
+from sharpmax import PAPER, PAPER_HELD
 from sharpmax.tasks.clrs_text import CharacterTokenizer, Encoder, evaluation, generate_samples
 from studies import clrs_text as study
 
@@ -51,11 +53,14 @@ def test_every_stage_gives_its_commands(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "trained", lambda asked: {name: asked.out / "runs" / name for name in asked.policies})
     monkeypatch.setattr(study, "long_samples", lambda model, tokens: [f"{model.rpartition('/')[2]}\n{tokens}"])
     monkeypatch.setattr(study.torch.cuda, "is_available", lambda: False)
+    kept: list[tuple[Any, str]] = []
+    monkeypatch.setattr(study, "start_of", lambda model, policy: (torch.nn.Linear(1, 1), policy))
+    monkeypatch.setattr(study, "save_model", lambda net, policy, tensors, to, dtype: kept.append((policy, to.name)))
     PAPER_HELD.save(tmp_path / "mine.json")
     words = ["--out", str(tmp_path), "--policies", f"none,paper,{tmp_path / 'mine.json'}", "--lengths", "8,16"]
     study.main(words)
     told = [" ".join(words).replace(str(tmp_path), "DIR") for words in said]
-    assert [line.split()[0] for line in told] == ["clrs-text"] * 6 + ["reproduce"] + ["diagnose"] * 4
+    assert [line.split()[0] for line in told] == ["clrs-text"] * 6 + ["reproduce"] + ["diagnose"] * 6
     assert told[2].startswith(
         "clrs-text train --model smollm2-135m-instruct --policy DIR/mine.json --out DIR/runs/mine --tokens 100663296 "
     )
@@ -67,6 +72,8 @@ def test_every_stage_gives_its_commands(tmp_path, monkeypatch):
         "--out DIR"
     )
     assert told[10].startswith("diagnose smollm2-135m-instruct --prompts DIR/prompts_16.jsonl --lengths 8,16 ")
+    assert [line.split()[1] for line in told[11:]] == ["DIR/starts/paper", "DIR/starts/mine"]
+    assert kept == [(PAPER, "paper"), (PAPER_HELD, "mine")]
     assert (tmp_path / "prompts_16.jsonl").read_text() == '"model\\n16"\n'
 
 
@@ -96,6 +103,7 @@ def test_one_that_fails_is_told_when_the_others_are_done(tmp_path):
 LEFT = """
 import signal, sys
 from pathlib import Path
+from typing import Any
 from studies import clrs_text as study
 
 signal.signal(signal.SIGTERM, study.leave)
@@ -132,7 +140,7 @@ def test_a_kill_ends_the_programs_of_a_stage(tmp_path):
         (["--stages", "train,plot"], "expected stages of train, evaluate, figure, diagnose, got 'plot'"),
         (["--policies", "paper,none"], "expected none and one or two other policies, got paper, none"),
         (["--policies", "none"], "expected none and one or two other policies, got none"),
-        (["--policies", "none,paper,none"], "expected policies of different names, and none called start, got none,"),
+        (["--policies", "none,paper,none"], "expected policies of different names, none of them start..., got none,"),
         (["--samples", "0"], "expected at least one sample and one token, got 0 and 100663296"),
         (["--policies", "none,foo"], "expected the policy to be none, paper, paper-held or a policy file, got 'foo'"),
         (["--seeds", "x"], "expected seeds to be whole numbers or ranges with commas between them, got 'x'"),
