@@ -33,7 +33,7 @@ from sharpmax.core.files import write_text
 from sharpmax.inputs import InputError, find_policy, parse_numbers
 from sharpmax.tasks.clrs_text import evaluation, generate_samples
 from sharpmax.tasks.clrs_text.command import find_encoder
-from sharpmax.tasks.clrs_text.models import SCRATCH, save_model, start_of
+from sharpmax.tasks.clrs_text.models import SCRATCH, find_model, save_model
 from sharpmax.tasks.clrs_text.packing import LENGTH
 from sharpmax.tasks.clrs_text.training_command import POLICIES
 
@@ -205,7 +205,7 @@ def at_start(asked: argparse.Namespace) -> dict[str, str | Path]:
         if (chosen := find_policy(policy, POLICIES)) is not None:
             folder = models[f"start_{name}"] = asked.out / "starts" / name
             if not folder.exists():
-                network, tokenizer = start_of(asked.model, chosen)
+                network, tokenizer = find_model(asked.model, policy=chosen)
                 save_model(network, tokenizer, network.state_dict(), folder, "float32")
     return models
 

@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from sharpmax import PAPER, PAPER_HELD
+from sharpmax.huggingface import stored_rules
+from sharpmax.huggingface.weights import load
 from sharpmax.tasks.clrs_text import CharacterTokenizer, Encoder, evaluation, generate_samples
+from sharpmax.tasks.clrs_text.models import find_model, save_model
 from studies import clrs_text as study
 
 ROOT = Path(__file__).parents[3]
@@ -54,7 +57,7 @@ def test_every_stage_gives_its_commands(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "long_samples", lambda model, tokens: [f"{model.rpartition('/')[2]}\n{tokens}"])
     monkeypatch.setattr(study.torch.cuda, "is_available", lambda: False)
     kept: list[tuple[Any, str]] = []
-    monkeypatch.setattr(study, "start_of", lambda model, policy: (torch.nn.Linear(1, 1), policy))
+    monkeypatch.setattr(study, "find_model", lambda model, *, policy: (torch.nn.Linear(1, 1), policy))
     monkeypatch.setattr(study, "save_model", lambda net, policy, tensors, to, dtype: kept.append((policy, to.name)))
     PAPER_HELD.save(tmp_path / "mine.json")
     words = ["--out", str(tmp_path), "--policies", f"none,paper,{tmp_path / 'mine.json'}", "--lengths", "8,16"]
@@ -75,6 +78,20 @@ def test_every_stage_gives_its_commands(tmp_path, monkeypatch):
     assert [line.split()[1] for line in told[11:]] == ["DIR/starts/paper", "DIR/starts/mine"]
     assert kept == [(PAPER, "paper"), (PAPER_HELD, "mine")]
     assert (tmp_path / "prompts_16.jsonl").read_text() == '"model\\n16"\n'
+
+
+def test_before_training_the_model_is_there_as_it_is_and_with_each_policy(tmp_path):
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    network, tokenizer = find_model(str(tmp_path / "tiny.json"))
+    save_model(network, tokenizer, network.state_dict(), tmp_path / "tiny", "float32")
+    models = study.at_start(study.arguments(["--out", str(tmp_path), "--model", str(tmp_path / "tiny")]))
+    assert list(models) == ["start", "start_paper"]
+    sharpened, _ = load(str(models["start_paper"]))
+    rules = stored_rules(sharpened)
+    assert rules is not None
+    assert [rule.policy for rule in rules] == [PAPER]
+    for name, tensor in sharpened.state_dict().items():
+        assert torch.equal(tensor, network.state_dict()[name])
 
 
 def test_long_samples_are_the_longest_that_fit(monkeypatch):
@@ -104,6 +121,7 @@ LEFT = """
 import signal, sys
 from pathlib import Path
 from typing import Any
+from sharpmax.tasks.clrs_text.models import save_model, find_model
 from studies import clrs_text as study
 
 signal.signal(signal.SIGTERM, study.leave)
