@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from functools import cache
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from sharpmax.core.policies import PAPER
 from sharpmax.paper.fig8 import data
+from sharpmax.tasks.clrs_text import generate_samples, training
+from sharpmax.tasks.clrs_text.scoring import split_answer
 from tests.doc_tables import ROOT, load, markdown
 
 PAGE, README = ((ROOT / page).read_text(encoding="utf-8") for page in ("docs/clrs_text.md", "README.md"))
@@ -87,15 +90,24 @@ def entropies_table() -> str:
     lengths = sorted(heads("start"))
     rows = {
         "before training": ("start", "entropy_mean"),
+        "the same, with the policy on, after beta": ("start_paper", "acting_mean"),
         "trained with softmax": ("none", "entropy_mean"),
         "trained with adaptive temperature, before beta": ("paper", "entropy_mean"),
-        "the same, after beta": ("paper", "acting_mean"),
+        "trained with it, after beta": ("paper", "acting_mean"),
     }
     lines = [[label, *(f"{entropy(name, n, column):.2f}" for n in lengths)] for label, (name, column) in rows.items()]
     return markdown(["tokens", *(f"{n:,}" for n in lengths)], lines)
 
 
-@pytest.mark.parametrize("table", [models_table, paired_table, entropies_table])
+def losses_table() -> str:
+    steps = (50, 100, 200, 300, 400, 500, 600, 700, 768)
+    rows = {"softmax": losses("none"), "adaptive temperature": losses("paper")}
+    return markdown(
+        ["step", *map(str, steps)], [[name, *(f"{loss[n]:.4f}" for n in steps)] for name, loss in rows.items()]
+    )
+
+
+@pytest.mark.parametrize("table", [models_table, paired_table, losses_table, entropies_table])
 def test_tables(table: Any) -> None:
     assert table() in PAGE, f"docs/clrs_text.md lacks\n{table()}"
 
@@ -105,7 +117,7 @@ def test_the_readme_has_the_short_version() -> None:
     lines = [line for line in models_table().splitlines() if line.startswith(tuple(f"| {name}" for name in kept))]
     nats = entropy("none", 1536), entropy("paper", 1536, "acting_mean")
     assert len(lines) == len(kept)
-    lines.append(f"| entropy of the heads at 1,536 tokens, nats | {nats[0]:.2f} | {nats[1]:.2f} |")
+    lines.append(f"| entropy of the heads at 1,536 tokens, after beta, nats | {nats[0]:.2f} | {nats[1]:.2f} |")
     assert "\n".join(lines) in README
     out = load("results/fig8.json")["comparisons"]["adaptive"]["out"]["algorithms"]
     sure = [found["difference"] for found in out.values() if found["p_holm"] < 0.05]
@@ -120,37 +132,109 @@ def shares(algorithm: str, part: str) -> str:
     return f"{100 * found['right'] / found['n']:.1f} % against {100 * found['baseline_right'] / found['n']:.1f} %"
 
 
+def rows_of(policy: str, algorithm: str | None = None, *, trained: bool = False) -> list[dict[str, Any]]:
+    """What was counted at every size of an algorithm, or of all, at training sizes or at others."""
+    entries = evaluated(policy)["algorithms"]
+    found = entries.values() if algorithm is None else [entries[algorithm]]
+    return [row for entry in found for row in entry["sizes"].values() if row["in_distribution"] == trained]
+
+
+def traces(policy: str, algorithm: str) -> float:
+    """The share of right traces at other sizes, in %."""
+    rows = rows_of(policy, algorithm)
+    return 100 * sum("".join(row["trace"] or []).count("1") for row in rows) / sum(row["n"] for row in rows)
+
+
+def lucky(policy: str) -> float:
+    """The share of right answers after a wrong trace at other sizes, in %."""
+    rows = [row for row in rows_of(policy) if row["trace"]]
+    pairs = [pair for row in rows for pair in zip("".join(row["final"]), "".join(row["trace"]), strict=True)]
+    return 100 * pairs.count(("1", "0")) / sum(final == "1" for final, _ in pairs)
+
+
+@cache
+def minimum() -> dict[str, tuple[float, float]]:
+    """Of replies to ``minimum`` at training sizes, in %: a right first step, and one index all along."""
+    truth = {
+        (size, seed, sample.index): split_answer(sample.answer)
+        for size in training().sizes["minimum"]
+        for seed in (3, 14)
+        for sample in generate_samples("minimum", size, seed, count=25)
+    }
+    given = {"truth": truth}
+    for policy in POLICIES:
+        given[policy] = {}
+        for seed in (3, 14):
+            path = ROOT / FOLDER / f"evaluations/{policy}/replies/minimum_{seed}.jsonl.gz"
+            with gzip.open(path, "rt", encoding="utf-8") as lines:
+                replies = [json.loads(line) for line in lines]
+            given[policy] |= {(r["size"], seed, r["index"]): split_answer(r["reply"]) for r in replies}
+    found = {}
+    for name, answers in given.items():
+        steps = {key: str(answers[key].trace).split(", ") for key in truth}
+        first = [steps[key][0] == str(truth[key].trace).split(", ")[0] for key in truth]
+        one = [len({*steps[key], answers[key].final}) == 1 for key in truth]
+        found[name] = 100 * float(np.mean(first)), 100 * float(np.mean(one))
+    return found
+
+
 def phrases() -> list[str]:
     found, plain, adapted = evaluated("none"), losses("none"), losses("paper")
-    rows = [row for entry in found["algorithms"].values() for row in entry["sizes"].values()]
-    beyond = load("results/fig8.json")["comparisons"]["adaptive"]["beyond"]["total"]
-    last = max(adapted)
-    first = min(step for step, loss in plain.items() if loss < adapted[last])
-    acting, softmax = ([entropy(*at) for at in pairs] for pairs in (
-        [("paper", 96, "acting_mean"), ("paper", 1536, "acting_mean")], [("none", 96), ("none", 1536)],
-    ))  # fmt: skip
+    every = [row for entry in found["algorithms"].values() for row in entry["sizes"].values()]
+    beyond = load("results/fig8.json")["comparisons"]["adaptive"]["beyond"]
+    many = [a for a in beyond["algorithms"].values() if a["n"] >= 20]
+    means = [100 * float(np.mean([a[key] / a["n"] for a in many])) for key in ("right", "baseline_right")]
+    total, runs = beyond["total"], [trained(policy) for policy in POLICIES]
+    busy = [run["median_step_seconds"] - run["median_data_seconds"] for run in runs]
+    last, gap = max(adapted), {step: adapted[step] / plain[step] - 1 for step in plain}
+    closest = min(gap, key=lambda step: gap[step])
+    below = min(step for step in plain if all(plain[n] < adapted[last] for n in plain if n >= step))
+    cut = {p: sum(row["cut"] for row in rows_of(p)) for p in POLICIES}
+    kmp = {p: sum(row["cut"] for row in rows_of(p, "kmp_matcher")) for p in POLICIES}
+    acting = [entropy("paper", n, "acting_mean") for n in (96, 1536)]
+    softmax = [entropy("none", n) for n in (96, 1536)]
     spreads = [heads(name)[1536]["spread_mean"].mean() for name in ("paper", "start", "none")]
     sinks = [int((heads(name)[1536]["sink_mean"] > 0.5).sum()) for name in ("paper", "start", "none")]
+    first, one = ({name: pair[i] for name, pair in minimum().items()} for i in (0, 1))
     return [
-        f"{found['throughput']['samples']:,} samples (the {sum(row['too_long'] for row in rows):,} others",
-        f"bubble sort ({shares('bubble_sort', 'out')}) and the KMP matcher ({shares('kmp_matcher', 'out')})",
+        f"{found['throughput']['samples']:,} samples (the {sum(row['too_long'] for row in every):,} others",
+        f"without the wait for data a step takes {busy[1] / busy[0]:.2f}x",
+        f"bubble sort ({shares('bubble_sort', 'out')}; trained on sizes 4 and 5, and no trace",
+        f"KMP matcher ({shares('kmp_matcher', 'out')}; there softmax was cut off in {kmp['none']:,} of "
+        f"{sum(row['n'] for row in rows_of('none', 'kmp_matcher')):,} replies, "
+        f"adaptive temperature in {kmp['paper']:,})",
         f"{shares('minimum', 'in')} at training sizes, {shares('minimum', 'out')} at others",
-        f"{100 * beyond['accuracy']:.1f} % and {100 * beyond['baseline_accuracy']:.1f} % of all samples",
-        f"by {100 * (adapted[300] / plain[300] - 1):.0f} % at step 300 and "
-        f"{100 * (adapted[last] / plain[last] - 1):.0f} % at the end",
-        f"less than its last loss, {adapted[last]:.4f}, at step {first}",
+        f"traces is right in {first['paper']:.0f} % (softmax: {first['none']:.0f} %), and in "
+        f"{one['paper']:.0f} % trace and answer are one index all "
+        f"along (softmax: {one['none']:.0f} %, the truth: {one['truth']:.0f} %)",
+        f"mean over {total['mean_of']} algorithms does not differ, {means[0]:.1f} % against {means[1]:.1f} %",
+        f"{100 * total['accuracy']:.1f} % are right against {100 * total['baseline_accuracy']:.1f} % "
+        f"(p = {total['p_value']:.1e})",
+        f"insertion sort, {traces('paper', 'insertion_sort'):.0f} % against {traces('none', 'insertion_sort'):.0f} %, "
+        f"and Kruskal's, {traces('paper', 'mst_kruskal'):.0f} % both",
+        f"{lucky('paper'):.0f} % of right answers there follow a wrong trace, {lucky('none'):.0f} % with softmax",
+        f"{sum(row['n'] for row in rows_of('none')):,} replies, {cut['paper']:,} were cut off before their end and "
+        f"count as wrong, {cut['none']:,} with softmax",
+        f"by {100 * gap[closest]:.0f} % at step {closest} and {100 * gap[last]:.0f} % at the end; softmax is below the "
+        f"end of it from step {below} on",
         f"heads act at {acting[1]:.2f} nats at 1,536 tokens where softmax's have {softmax[1]:.2f}, and gain "
         f"{acting[1] - acting[0]:.2f} nats from 96 tokens on where softmax's gain {softmax[1] - softmax[0]:.2f}",
+        f"in the model before training, heads act at {entropy('start_paper', 1536, 'acting_mean'):.2f} nats",
         f"({entropy('paper', 1536):.2f} nats against {entropy('start', 1536):.2f})",
         f"an average spread of {spreads[0]:.1f} against {spreads[1]:.1f}; with softmax training it grew to "
         f"{spreads[2]:.1f}",
-        f"{sinks[0]} of 270 heads are attention sinks where {sinks[1]} were, {sinks[2]} after training with softmax",
+        f"{sinks[0]} of 270 heads are attention sinks where {sinks[1]} were ({sinks[2]} after training with softmax)",
     ]
 
 
-@pytest.mark.parametrize("number", range(10))
-def test_sentences(number: int) -> None:
-    assert phrases()[number] in " ".join(PAGE.split())
+def test_sentences() -> None:
+    page = " ".join(PAGE.split())
+    assert [phrase for phrase in phrases() if phrase not in page] == []
+
+
+def test_no_trace_of_bubble_sort_is_right_beyond_its_sizes() -> None:
+    assert [traces(policy, "bubble_sort") for policy in POLICIES] == [0, 0]
+    assert evaluated("none")["algorithms"]["bubble_sort"]["training_sizes"] == [4, 5]
 
 
 def test_adaptive_temperature_learned_less_all_the_way() -> None:
