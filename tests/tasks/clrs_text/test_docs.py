@@ -198,7 +198,7 @@ def phrases() -> list[str]:
     first, one = ({name: pair[i] for name, pair in minimum().items()} for i in (0, 1))
     return [
         f"{found['throughput']['samples']:,} samples (the {sum(row['too_long'] for row in every):,} others",
-        f"without the wait for data a step takes {busy[1] / busy[0]:.2f}x",
+        f"the rest of a step would take {busy[1] / busy[0]:.2f}x",
         f"bubble sort ({shares('bubble_sort', 'out')}; trained on sizes 4 and 5, and no trace",
         f"KMP matcher ({shares('kmp_matcher', 'out')}; there softmax was cut off in {kmp['none']:,} of "
         f"{sum(row['n'] for row in rows_of('none', 'kmp_matcher')):,} replies, "
