@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 import re
 from itertools import product
@@ -155,6 +156,9 @@ def test_files_of_three_variants_and_the_page(two: dict[str, Any], tmp_path: Pat
     page = report.write(tmp_path / "out").read_text()
     assert '<section id="fig8"' in page
     assert "sharpmax reproduce fig8" not in page
+    short = page[page.index('<section id="summary"') : page.index('<section id="fig8"')]
+    assert "nothing to say about max retrieval" in short
+    assert all(html.escape(line) in short for line in json.loads(paths[2].read_text())["findings"])
 
 
 def test_it_is_drawn_again_from_its_file(two: dict[str, Any], tmp_path: Path) -> None:

@@ -101,14 +101,15 @@ def _header() -> str:
 
 def _summary(parts: Sequence[Part]) -> str:
     found = [(p.made, p.findings) for p in parts if p.findings is not None]
+    said = [(made, findings.sentences) for made, findings in found]
+    said += [(p.made, p.made.data["findings"]) for p in parts if "findings" in p.made.data]
+    blocks, subtitle = [_cards(found)], "Best accuracy of max retrieval, and what comparisons say."
     if not found:
-        text = "Table 1 was not made, so there is nothing to say about accuracy."
-        return _section("summary", "In short", "", tag("p", text))
-    blocks = [_cards(found)]
-    for made, findings in found:
+        blocks, subtitle = [tag("p", "Table 1 was not made, so there is nothing to say about max retrieval.")], ""
+    for made, lines in said:
         blocks.append(tag("h3", tag("a", escape(made.title), href=f"#{made.name}")))
-        blocks.append(tag("ul", *(tag("li", escape(sentence)) for sentence in findings.sentences), class_="findings"))
-    return _section("summary", "In short", "Best accuracy of max retrieval, and what Table 1 says.", *blocks)
+        blocks.append(tag("ul", *(tag("li", escape(line)) for line in lines), class_="findings"))
+    return _section("summary", "In short", subtitle, *blocks)
 
 
 def _cards(found: Sequence[tuple[Made, Findings]]) -> str:
