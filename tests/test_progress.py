@@ -1,4 +1,4 @@
-"""The bar of long work: what it says in a terminal, and that it is silent elsewhere."""
+"""The bar of long work: what it says in a terminal, and that there are a few lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_it_says_what_is_done_and_what_goes_on(
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_it_is_silent_where_nobody_looks(
+def test_short_work_is_silent_where_nobody_looks(
     shown: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shown:
@@ -29,3 +29,21 @@ def test_it_is_silent_where_nobody_looks(
     with progress_bar("work", shown=shown) as show:
         show(3, 10)
     assert capsys.readouterr() == ("", "")
+
+
+def test_in_a_log_there_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("sharpmax.progress.time.monotonic", lambda: clock[0])
+    with progress_bar("answers") as show:
+        for seconds, done, now in (
+            (1, 1000, ""),
+            (19, 1500, ""),
+            (20, 2000, ""),
+            (5, 2100, ""),
+            (25, 9000, "loss 0.5"),
+        ):
+            clock[0] += seconds
+            show(done, 41150, now)
+    assert capsys.readouterr() == ("", "answers: 2,000 of 41,150, 25/s\nanswers: 9,000 of 41,150, loss 0.5\n")

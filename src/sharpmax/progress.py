@@ -1,7 +1,9 @@
-"""How far long work is: one look for all of it, on the standard error stream where that is a terminal."""
+"""How far long work is: one look for all of it, on the standard error stream; a bar in a terminal, else lines."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,6 +11,9 @@ from .extras import require
 
 Show = Callable[..., None]
 """``show(done, of, now="")``: how much is done of how much, and what there is to say at the moment (else the speed)."""
+
+EVERY = 30.0
+"""Seconds between two lines where there is no terminal, in a log say; what takes less says nothing there."""
 
 
 @contextmanager
@@ -24,7 +29,10 @@ def progress_bar(what: str, *, shown: bool = True) -> Iterator[Show]:
         rich.TimeElapsedColumn(),
         rich.TimeRemainingColumn(),
     )
-    with rich.Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
+    if shown and not console.is_terminal:
+        yield _lines(what)
+        return
+    with rich.Progress(*columns, console=console, disable=not shown) as bar:
         task = bar.add_task(what, total=None, now="")
 
         def show(done: float, of: float, now: str = "") -> None:
@@ -33,3 +41,20 @@ def progress_bar(what: str, *, shown: bool = True) -> Iterator[Show]:
             bar.update(task, now=now or (f"{speed:,.0f}/s" if speed else ""))
 
         yield show
+
+
+def _lines(what: str) -> Show:
+    """A line of text now and then; work that was there at the beginning does not count for the speed."""
+    began = told = time.monotonic()
+    first: float | None = None
+
+    def show(done: float, of: float, now: str = "") -> None:
+        nonlocal first, told
+        first = done if first is None else first
+        clock = time.monotonic()
+        if clock - told >= EVERY:
+            told = clock
+            said = now or f"{(done - first) / (clock - began):,.0f}/s"
+            print(f"{what}: {done:,.0f} of {of:,.0f}, {said}", file=sys.stderr, flush=True)
+
+    return show

@@ -158,7 +158,8 @@ def describe(report: dict[str, Any], out: Path) -> list[str]:
     speed, shares = report["throughput"], report["accuracy"]
     too_long, cut = (sum(row[key] for row in rows) for key in ("too_long", "cut"))
     lines = [
-        f"{report['model']['name']}: {speed['samples']:,} samples of {len(report['algorithms'])} algorithms, "
+        f"{report['model']['name']}: {speed['samples']:,} samples of {len(report['algorithms'])} algorithm"
+        f"{'s' * (len(report['algorithms']) != 1)}, "
         f"{too_long:,} more are longer than {report['settings']['length']:,} tokens and left out",
         *(
             f"  right at {what}: {_percent(shares[key])}, the mean over algorithms"

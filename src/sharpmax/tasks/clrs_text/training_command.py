@@ -135,7 +135,7 @@ def _progress() -> Iterator[Any]:
     Where that is no terminal, there is a line of text for each line of the log.
     """
     told = _is_main() and not sys.stderr.isatty()
-    with progress_bar("steps", shown=_is_main()) as bar:
+    with progress_bar("steps", shown=_is_main() and not told) as bar:
         said = ""
 
         def show(step: int, steps: int, line: dict[str, Any] | None) -> None:
