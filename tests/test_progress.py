@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sharpmax.cli.compare import _watching
+from sharpmax.diagnostics.progress import progress_bars
 from sharpmax.progress import progress_bar
 
 
@@ -47,3 +49,17 @@ def test_in_a_log_there_is_a_line_now_and_then(
             clock[0] += seconds
             show(done, 41150, now)
     assert capsys.readouterr() == ("", "answers: 2,000 of 41,150, 25/s\nanswers: 9,000 of 41,150, loss 0.5\n")
+
+
+def test_so_there_is_of_a_comparison_and_of_a_diagnosis(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("sharpmax.progress.time.monotonic", lambda: clock[0])
+    with _watching() as watcher, progress_bars({64: 8}, lambda length: f"{length} tokens") as show:
+        watcher.cell("recall/softmax", 3, 69)
+        for seconds in (1, 30):
+            clock[0] += seconds
+            watcher.at(0.5, "step 5 of 9")
+            show(64, 2.0, 8)
+    assert capsys.readouterr().err == "cells: 3 of 69, recall/softmax: step 5 of 9\ninputs: 2 of 8, 64 tokens\n"

@@ -30,7 +30,7 @@ def progress_bar(what: str, *, shown: bool = True) -> Iterator[Show]:
         rich.TimeRemainingColumn(),
     )
     if shown and not console.is_terminal:
-        yield _lines(what)
+        yield log_lines(what)
         return
     with rich.Progress(*columns, console=console, disable=not shown) as bar:
         task = bar.add_task(what, total=None, now="")
@@ -43,8 +43,8 @@ def progress_bar(what: str, *, shown: bool = True) -> Iterator[Show]:
         yield show
 
 
-def _lines(what: str) -> Show:
-    """A line of text now and then; work that was there at the beginning does not count for the speed."""
+def log_lines(what: str) -> Show:
+    """A :data:`Show` for logs: a line now and then. What was done at the beginning does not count for the speed."""
     began = told = time.monotonic()
     first: float | None = None
 

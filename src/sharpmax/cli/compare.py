@@ -12,6 +12,7 @@ import typer
 
 from ..extras import require
 from ..inputs import check_folder, user_input
+from ..progress import log_lines
 from .groups import Sets, Sizes
 from .heads import MOST_HEADS
 
@@ -93,17 +94,18 @@ def _missing(lines: list[str]) -> list[str]:
 
 
 class _Watcher:
-    """Two bars, of all cells and of this one, and a line for every cell that is full."""
+    """Two bars, of all cells and of this one, and a line for every cell that is full; in a log, lines now and then."""
 
     def __init__(self, bar: Any) -> None:
-        self.bar, self.number, self.cells = bar, 0, 0
+        self.bar, self.number, self.cells, self.name = bar, 0, 0, ""
+        self.tell = None if bar.console.is_terminal else log_lines("cells")
         self.failures: list[str] = []
         self.all = bar.add_task("all cells", total=1.0, now="")
         self.one = bar.add_task("", total=1.0, now="")
 
     def cell(self, cell: Any, number: int, cells: int) -> None:
         """A cell was begun."""
-        self.number, self.cells = number, cells
+        self.number, self.cells, self.name = number, cells, str(cell)
         self.bar.update(self.all, total=cells, completed=number, now=f"{number} of {cells}")
         self.bar.reset(self.one, description=str(cell), now="")
 
@@ -111,6 +113,8 @@ class _Watcher:
         """So much of it is done."""
         self.bar.update(self.all, completed=self.number + done)
         self.bar.update(self.one, completed=done, now=now)
+        if self.tell is not None:
+            self.tell(self.number, self.cells, f"{self.name}: {now}")
 
     def finished(self, cell: Any, result: Any) -> None:
         """It is full."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..progress import log_lines
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -15,7 +17,7 @@ Progress = Callable[[int, float, int], None]
 
 @contextmanager
 def progress_bars(inputs: Mapping[int, int], label: Callable[[int], str]) -> Iterator[Progress]:
-    """A bar for every length, on the standard error stream if that is a terminal.
+    """A bar for every length, on the standard error stream; where that is no terminal, lines now and then.
 
     ``inputs`` says how many inputs a length has, ``label`` what to call it.
     """
@@ -25,7 +27,11 @@ def progress_bars(inputs: Mapping[int, int], label: Callable[[int], str]) -> Ite
     console = Console(stderr=True)
     words = TextColumn("{task.description:>14}", markup=False)
     columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    if not console.is_terminal:
+        tell = log_lines("inputs")
+        yield lambda length, done, total: tell(done, total, label(length))
+        return
+    with Progress(*columns, console=console) as bars:
         tasks = {length: bars.add_task(label(length), total=total, start=False) for length, total in inputs.items()}
 
         def show(length: int, done: float, total: int) -> None:

@@ -124,6 +124,7 @@ def test_the_readme_has_the_short_version() -> None:
     above, below = sum(d > 0 for d in sure), sum(d < 0 for d in sure)
     said = f"above softmax on {above} of {len(out)} algorithms and below on {below}."
     assert said in " ".join(README.split())
+    assert f"and {evaluated('none')['throughput']['samples']:,} questions:" in README
 
 
 def shares(algorithm: str, part: str) -> str:
@@ -195,6 +196,7 @@ def phrases() -> list[str]:
     softmax = [entropy("none", n) for n in (96, 1536)]
     spreads = [heads(name)[1536]["spread_mean"].mean() for name in ("paper", "start", "none")]
     sinks = [int((heads(name)[1536]["sink_mean"] > 0.5).sum()) for name in ("paper", "start", "none")]
+    (prompts,) = {int(n) for n in heads("none")[1536]["prompts"]}
     first, one = ({name: pair[i] for name, pair in minimum().items()} for i in (0, 1))
     return [
         f"{found['throughput']['samples']:,} samples (the {sum(row['too_long'] for row in every):,} others",
@@ -217,6 +219,8 @@ def phrases() -> list[str]:
         f"count as wrong, {cut['none']:,} with softmax",
         f"by {100 * gap[closest]:.0f} % at step {closest} and {100 * gap[last]:.0f} % at the end; softmax is below the "
         f"end of it from step {below} on",
+        f"Entropy on long samples, {prompts} of them and each of another algorithm, as the mean over "
+        f"{len(heads('none')[1536]['layer'])} heads and all rows",
         f"heads act at {acting[1]:.2f} nats at 1,536 tokens where softmax's have {softmax[1]:.2f}, and gain "
         f"{acting[1] - acting[0]:.2f} nats from 96 tokens on where softmax's gain {softmax[1] - softmax[0]:.2f}",
         f"in the model before training, heads act at {entropy('start_paper', 1536, 'acting_mean'):.2f} nats",
