@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from sharpmax import RowStats, adaptive_temperature_softmax, row_stats
 from sharpmax.torch import row_stats as torch_row_stats
 from sharpmax.torch import scaled_dot_product_attention
+from sharpmax.torch.geometry import Geometry
 
 from .cases import Case, raw_cases
 from .registry import (
@@ -23,6 +26,7 @@ from .registry import (
     policy_name,
     policy_of,
     register,
+    shape_key,
 )
 from .results import Result
 
@@ -138,3 +142,30 @@ def torch_attention_triton(case: Case) -> Result:
 @register("torch-attention-streaming-cuda", gpu="torch", takes=attends)
 def torch_attention_streaming_cuda(case: Case) -> Result:
     return _torch_attention(case, "cuda", "streaming")
+
+
+_INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@register(
+    "torch-kernels-interpreted",
+    dtypes=("float16", "float32"),
+    takes=lambda row: _INTERPRETED and kernels_attend(row),
+    group=shape_key,
+)
+def torch_kernels_interpreted(case: Case) -> Result:
+    """The kernels that ``torch-attention-triton`` compiles, under Triton's interpreter; forward only."""
+    from sharpmax.torch.triton import prefill
+
+    x, _, _ = _torch_inputs(case, "cpu")
+    kept = torch.tensor(case.kept)
+    key = torch.zeros(1, 1, case.n, 16, dtype=x.dtype)
+    key[..., 0] = torch.where(kept, x, 0)
+    query = torch.zeros(1, 1, 1, 16, dtype=x.dtype)
+    query[..., 0] = 1
+    mask = kept.expand(1, 1, 1, case.n)
+    found = RowStats(*prefill.row_stats(query, key, Geometry(1.0), mask=mask, with_min=True))
+    beta = policy_of(case)(found)
+    identity = torch.eye(case.n, dtype=x.dtype)[None, None]
+    output, _ = prefill.attend(query, key, identity, beta, Geometry(1.0), mask=mask)
+    return collected(RowStats(*(field[0, 0, 0] for field in found)), beta[0, 0, 0], output[0, 0, 0])

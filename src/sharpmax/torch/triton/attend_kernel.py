@@ -26,14 +26,13 @@ from .blocks import (
 def _fold(raw, visible, factor, highest, total, MASKED: tl.constexpr):
     """Powers of a block of logits, how much what came before fades, and the maximum and sum so far."""
     if MASKED:
-        scaled = raw * factor[:, None]
-        new = tl.maximum(highest, tl.max(tl.where(visible, scaled, float("-inf")), 1))
+        new = tl.maximum(highest, tl.max(tl.where(visible, raw * factor[:, None], float("-inf")), 1))
         shift = tl.where(new == float("-inf"), 0.0, new)
-        power = tl.exp2(tl.where(visible, scaled - shift[:, None], NOTHING))
+        power = tl.exp2(tl.where(visible, tl.fma(raw, factor[:, None], -shift[:, None]), NOTHING))
     else:
         new = tl.maximum(highest, tl.max(raw, 1) * factor)
         shift = new
-        power = tl.exp2(raw * factor[:, None] - shift[:, None])
+        power = tl.exp2(tl.fma(raw, factor[:, None], -shift[:, None]))
     fade = tl.exp2(highest - shift)
     return power, fade, new, fade * total + tl.sum(power, 1)
 

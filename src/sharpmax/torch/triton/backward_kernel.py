@@ -51,7 +51,7 @@ def _shift_of(pointer, at, inside):
 @triton.jit
 def _of_stats(raw, visible, unit, highest, d_sum, d_moment, MASKED: tl.constexpr):
     """dz of the statistics: ``d_sum`` is ``gL + gA`` and ``d_moment`` is ``gA log 2``, of every row."""
-    exponent = raw * unit - highest
+    exponent = tl.fma(raw, unit, -highest)
     if MASKED:
         exponent = tl.where(visible, exponent, NOTHING)
     return tl.exp2(exponent) * (d_sum + d_moment * exponent)
@@ -59,7 +59,7 @@ def _of_stats(raw, visible, unit, highest, d_sum, d_moment, MASKED: tl.constexpr
 
 @triton.jit
 def _weights(raw, visible, factor, lse, MASKED: tl.constexpr):
-    exponent = raw * factor - lse
+    exponent = tl.fma(raw, factor, -lse)
     if MASKED:
         exponent = tl.where(visible, exponent, NOTHING)
     return tl.exp2(exponent)
@@ -96,7 +96,7 @@ def _query_step(
             d_weights = tl.where(keep, d_weights * survival(dropout_p), 0.0)
         dz = weights * (d_weights - delta[:, None])
         if NEED_BETA:
-            t = raw * unit - highest[:, None]
+            t = tl.fma(raw, unit, -highest[:, None])
             d_beta += tl.sum(dz * t, 1)
             excess += tl.sum(dz, 1)
             mean += tl.sum(weights * t, 1)

@@ -2,7 +2,7 @@
 
 Logits are held in units of ``log 2`` (``exp2`` is what the hardware has): ``raw * unit`` is ``z * log2(e)``. Where the
 logits are a plain product, ``raw`` is that product and ``unit`` carries the scale, so that scaling costs nothing; where
-they are bent (softcap, bias, negative scale), ``raw`` is in those units already and ``unit`` is 1.
+they are bent (softcap, bias, a scale that is not positive), ``raw`` is in those units already and ``unit`` is 1.
 
 A mask is told by MASK: 0 for none, 1 for a boolean one, 2 for a bias. LEFT and RIGHT say whether the band is bounded.
 """

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...core.policies import Lowered
 from . import decode_kernel
+from .launch import OPTIONS
 from .policy import COEFFICIENTS
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -243,7 +244,7 @@ def _logits(
             ROWS=layout.rows, QUERIES=layout.queries, DIM=query.shape[-1], PAGE_SIZE=layout.page_size,
             CAPPED=softcap > 0, WITH_MIN=with_min,
             BLOCK_M=layout.block_m, BLOCK_N=layout.block_n, BLOCK_D=power_of_2(query.shape[-1]),
-            num_warps=layout.warps, num_stages=_stages(layout, table is not None), **_dependent(query.device),
+            num_warps=layout.warps, num_stages=_stages(layout, table is not None), **_options(query.device),
         )  # fmt: skip
     return logits, parts
 
@@ -280,24 +281,24 @@ def _values(
         LOWERED=numbers is not None, ENTROPY=entropy,
         BLOCK_M=layout.block_m, BLOCK_N=layout.block_n, BLOCK_D=block_d,
         SPLITS=1 if numbers is None else splits, WHOLE=whole,
-        num_warps=layout.warps, num_stages=_stages(layout, table is not None), **_dependent(value.device),
+        num_warps=layout.warps, num_stages=_stages(layout, table is not None), **_options(value.device),
     )  # fmt: skip
     if not whole:
         launch = decode_kernel.combine_kernel[(beta.numel(),)]
         launch(
             shares, sums, output, layout.splits,
             ROWS=layout.rows, DIM=dim, BLOCK_D=block_d, SPLITS=splits, CHUNK=min(splits, 8192 // block_d),
-            num_warps=4, **_dependent(value.device),
+            num_warps=4, **_options(value.device),
         )  # fmt: skip
 
 
 @functools.cache
-def _dependent(device: torch.device) -> dict[str, bool]:
-    """The arguments of a kernel that is launched before the one ahead of it has ended, where device and triton can."""
+def _options(device: torch.device) -> dict[str, bool]:
+    """Options of a launch, among them that it may begin before the kernel ahead of it has ended, where that can be."""
     can = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
     if can and importlib.util.find_spec("triton.language.extra.cuda.gdc") is not None:
-        return {"DEPENDENT": True, "launch_pdl": True}
-    return {"DEPENDENT": False}
+        return OPTIONS | {"DEPENDENT": True, "launch_pdl": True}
+    return OPTIONS | {"DEPENDENT": False}
 
 
 def _merged(parts: Tensor) -> Tensor:

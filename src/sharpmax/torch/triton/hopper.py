@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .launch import check_device
+from .launch import OPTIONS, check_device
 
 ROWS = 256
 """Query rows of a program at a time."""
@@ -32,7 +32,7 @@ def refusal(q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, log_co
         return "policies of the entropy alone"
     for name, what in (
         ("PACKED", "packed documents"), ("LENGTHS", "key lengths"), ("LEFT", "a window"), ("MASK", "a mask"),
-        ("BENT", "a softcap or a negative scale"),
+        ("BENT", "a softcap or a scale that is not positive"),
     ):  # fmt: skip
         if shared[name]:
             return f"calls without {what}"
@@ -96,12 +96,14 @@ def row_stats(
             shift=(min(shared["right"], queries + keys) if causal else 0)
             + (keys - queries if shared["LOWER_RIGHT"] else 0),
             unit=shared["unit"],
+            scale=shared["SCALE"],
             **numbers,
             STAGES=STAGES[q.shape[-1]],
             CAUSAL=causal,
             EDGES=causal or keys % KEYS.value != 0 or queries % ROWS != 0,
             SCALED_QUERY=scaled is not None,
             num_warps=4,
+            **OPTIONS,
         )
 
 

@@ -20,6 +20,7 @@ from . import hopper
 from .attend_kernel import attend_kernel
 from .backward_kernel import key_kernel, query_kernel
 from .launch import (
+    OPTIONS,
     check_device,
     has_edges,
     launch,
@@ -237,7 +238,7 @@ def policy_gradient(lowered: Lowered, row_sum: Tensor, row_moment: Tensor, dbeta
         with torch.cuda.device_of(row_sum):
             kernel[(triton.cdiv(row_sum.numel(), POLICY_ROWS),)](
                 dbeta, row_sum, row_moment, grad_sum, grad_moment, row_sum.numel(), **numbers,
-                ROWS=POLICY_ROWS, num_warps=POLICY_WARPS,
+                ROWS=POLICY_ROWS, num_warps=POLICY_WARPS, **OPTIONS,
             )  # fmt: skip
     return grad_sum, grad_moment
 
@@ -275,6 +276,7 @@ def _stats(
         out_min=total if lowest is None else lowest,
         out_q=q if query is None else query,
         **policy,
+        natural=math.log(2) if shared["BENT"] else shared["SCALE"],
         WITH_MIN=with_min,
         SCALED_QUERY=query is not None,
         EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
