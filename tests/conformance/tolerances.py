@@ -8,7 +8,8 @@ float32 otherwise), ``o`` the epsilon of the logits' own type, in which weights 
 * A sum of ``n`` terms adds a relative ``sqrt(n) a`` of the sum of their magnitudes, the probabilistic bound of Higham
   and Mary (2019), in place of the worst case ``n a``. Call ``S = C + sqrt(n)``.
 * ``sum``: relative ``rL = (d + S) a`` with ``d = E_p|t|``. ``moment``: absolute ``(E_p t**2 + S d) a L``, and what is
-  lost when exponentials underflow.
+  lost when exponentials underflow, and ``a**2 |max| L``: relative to the maximum as it was rounded elsewhere, and put
+  right afterwards.
 * ``moment / sum``: ``r1 = (E_p t**2 + 2 S d + d**2) a``; so ``entropy``: ``rL + r1 + (log L + d) a``, whatever offset
   the logits carry. ``lse`` and ``mean`` contain the offset, and add a rounding of it.
 * ``beta``: the entropy's error times the policy's sensitivity, and a rounding of the terms it is summed from:
@@ -85,7 +86,9 @@ def tolerances(case: Case) -> Tolerances:
     entropy = r_sum + r_ratio + (log_total + d) * a
     stats = exact | {
         "sum": r_sum * total,
-        "moment": (q + S * d) * a * total + 1e4 * case.n * SPACING["float64" if case.dtype == "float64" else "float32"],
+        "moment": (q + S * d) * a * total
+        + 1e4 * case.n * SPACING["float64" if case.dtype == "float64" else "float32"]
+        + a * a * abs(top) * total,
         "lse": r_sum + (abs(top) + abs(case.stats["lse"]) + log_total) * a,
         "mean": r_ratio + (abs(top) + abs(case.stats["mean"]) + d) * a,
         "entropy": entropy,

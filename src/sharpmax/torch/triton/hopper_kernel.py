@@ -7,7 +7,8 @@ rows is finished, the next queries and keys are on their way.
 
 Every thread keeps the statistics of the logits that it holds itself (of two rows, a quarter of the keys); the four
 threads of a row are merged at the end, so that the loop has no shuffles. Units are those of ``stats_kernel``:
-``raw * unit`` is a logit in units of log 2, ``raw * scale`` the logit.
+``raw * unit`` is a logit in units of log 2. Here the maximum is rounded in these units, and sum and moment are relative
+to that; what is made of them (the log of the sum, the entropy) is the same.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -70,58 +71,43 @@ def _product(a, b):
 
 
 @gluon.jit
-def _highest(top, unit):
-    """The largest logit in units of log 2, rounded: what exponents are relative to."""
-    return gl.maximum(_product(top, unit), LOWEST)
-
-
-@gluon.jit
 def _added(exponent, new, highest, total, moment):
-    """Sum and moment with those of logits whose exponents are relative to the new maximum."""
+    """Statistics with those of logits whose exponents are relative to the new maximum."""
     power = _ex2(exponent)
     step = gl.maximum(highest - new, NOTHING)
     fade = _ex2(step)
     moment = fade * (moment + step * total) + gl.sum(power * exponent, 2)
     total = fade * total + gl.sum(power, 2)
-    return total, moment
+    return new, total, moment
 
 
 @gluon.jit
-def _fold(tile, unit, top, total, moment):
+def _fold(tile, unit, highest, total, moment):
     """Statistics of what each thread has seen with those of one tile, which all its rows see whole."""
     raw = _by_thread(tile)
-    new_top = gl.maximum(top, gl.max(raw, 2))
-    new = _highest(new_top, unit)
-    total, moment = _added(raw * unit - gl.expand_dims(new, 2), new, _highest(top, unit), total, moment)
-    return new_top, total, moment
+    new = gl.maximum(highest, gl.max(raw, 2) * unit)
+    return _added(raw * unit - gl.expand_dims(new, 2), new, highest, total, moment)
 
 
 @gluon.jit
-def _fold_masked(tile, first_key, row, shift, keys, unit, top, total, moment, CAUSAL: gl.constexpr):
+def _fold_masked(tile, first_key, row, shift, keys, unit, highest, total, moment, CAUSAL: gl.constexpr):
     """The same for a tile of which some rows do not see all; ``row`` is the row of each line of ``tile``."""
     layout: gl.constexpr = tile.type.layout
     key = first_key + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
     visible = gl.expand_dims(key, 0) < gl.expand_dims(_end(row, shift, keys, CAUSAL), 1)
     raw = _by_thread(gl.where(visible, tile, LOWEST))
-    new_top = gl.maximum(top, gl.max(raw, 2))
-    new = _highest(new_top, unit)
+    new = gl.maximum(highest, gl.max(raw, 2) * unit)
     exponent = gl.where(raw == LOWEST, NOTHING, raw * unit - gl.expand_dims(new, 2))
-    total, moment = _added(exponent, new, _highest(top, unit), total, moment)
-    return new_top, total, moment
+    return _added(exponent, new, highest, total, moment)
 
 
 @gluon.jit
-def _merged(top, unit, total, moment):
-    """Statistics of the rows, from those of the four threads of each; the same bits in all four.
-
-    Those of a thread are relative to ``top * unit`` as it was rounded, those of the row to the same, not rounded.
-    """
-    row_top = gl.max(top, 1)
-    highest = _highest(row_top, unit)
-    excess = gl.where(row_top == LOWEST, 0.0, gl.fma(row_top, unit, -highest))
-    step = gl.maximum(_highest(top, unit) - gl.expand_dims(highest, 1), NOTHING) - gl.expand_dims(excess, 1)
+def _merged(highest, total, moment):
+    """Statistics of the rows, from those of the four threads of each; the same bits in all four."""
+    top = gl.max(highest, 1)
+    step = gl.maximum(highest - gl.expand_dims(top, 1), NOTHING)
     fade = _ex2(step)
-    return row_top, gl.sum(_product(fade, total), 1), gl.sum(_product(fade, moment + step * total), 1)
+    return top, gl.sum(_product(fade, total), 1), gl.sum(_product(fade, moment + step * total), 1)
 
 
 @gluon.jit
@@ -238,7 +224,7 @@ def _compute(
     SCALED_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup G: its rows of every block of the program."""
-    out_desc, q_tiles, k_tiles, q_full, q_free, k_full, k_free, outputs, sizes, unit, scale, c, bounds = what
+    out_desc, q_tiles, k_tiles, q_full, q_free, k_full, k_free, outputs, sizes, unit, c, bounds = what
     items, section, blocks, sequences, heads, _, queries, keys, shift = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     lines: gl.constexpr = gl.SliceLayout(1, layout)
@@ -254,7 +240,7 @@ def _compute(
         first = first + LINES * G
         seen, whole = _tiles_seen(first, queries, keys, shift, LINES, CAUSAL)
         row = first + gl.arange(0, LINES, layout=lines)
-        top = none + LOWEST
+        highest = none + LOWEST
         total = none
         moment = none
         q_tile = q_tiles.index(slot * GROUPS + G)
@@ -267,8 +253,8 @@ def _compute(
             for i in range(seen - whole):
                 tile = _logits(q_tile, k_tiles, k_full, k_free, stage, phase, zero)
                 stage, phase = _advance(stage, phase, STAGES)
-                top, total, moment = _fold_masked(
-                    tile, (seen - 1 - i) * KEYS, row, shift, keys, unit, top, total, moment, CAUSAL
+                highest, total, moment = _fold_masked(
+                    tile, (seen - 1 - i) * KEYS, row, shift, keys, unit, highest, total, moment, CAUSAL
                 )
         # The queries of the block before are given back now: beta * q has been read from there meanwhile.
         tma.store_wait(0)
@@ -277,10 +263,10 @@ def _compute(
         for _ in range(whole):
             tile = _logits(q_tile, k_tiles, k_full, k_free, stage, phase, zero)
             stage, phase = _advance(stage, phase, STAGES)
-            top, total, moment = _fold(tile, unit, top, total, moment)
+            highest, total, moment = _fold(tile, unit, highest, total, moment)
         _finish(
-            out_desc, q_tile, top, total, moment, row, batch, head, first, outputs, heads, queries, keys, shift, unit,
-            scale, c, bounds, lines, CAUSAL, POLICY, SCALED_QUERY,
+            out_desc, q_tile, highest, total, moment, row, batch, head, first, outputs, heads, queries, keys, shift, c,
+            bounds, lines, CAUSAL, POLICY, SCALED_QUERY,
         )  # fmt: skip
         slot, slot_phase = _advance(slot, slot_phase, SLOTS)
     tma.store_wait(0)
@@ -288,18 +274,18 @@ def _compute(
 
 @gluon.jit
 def _finish(
-    out_desc, q_tile, top, total, moment, row, batch, head, first, outputs, heads, queries, keys, shift, unit, scale, c,
-    bounds, lines: gl.constexpr, CAUSAL: gl.constexpr, POLICY: gl.constexpr, SCALED_QUERY: gl.constexpr,
+    out_desc, q_tile, highest, total, moment, row, batch, head, first, outputs, heads, queries, keys, shift, c, bounds,
+    lines: gl.constexpr, CAUSAL: gl.constexpr, POLICY: gl.constexpr, SCALED_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Write the statistics of 64 rows; beta and ``beta * q`` too, which takes the place of q in ``q_tile``."""
     out_max, out_sum, out_moment, out_count, out_beta = outputs
-    top, total, moment = _merged(top, unit, total, moment)
-    top = gl.convert_layout(top, lines)
+    highest, total, moment = _merged(highest, total, moment)
+    highest = gl.convert_layout(highest, lines)
     total = gl.convert_layout(total, lines)
     moment = gl.convert_layout(moment, lines) * LN2
     inside = row < queries
     at = (batch.to(gl.int64) * heads + head) * queries + row
-    gl.store(out_max + at, gl.where(total == 0.0, float("-inf"), top * scale), mask=inside)
+    gl.store(out_max + at, gl.where(total == 0.0, float("-inf"), highest * LN2), mask=inside)
     gl.store(out_sum + at, total, mask=inside)
     gl.store(out_moment + at, moment, mask=inside)
     gl.store(out_count + at, _end(row, shift, keys, CAUSAL), mask=inside)
@@ -319,7 +305,7 @@ def _finish(
 @gluon.jit(do_not_specialize=WHOLE_NUMBERS)
 def hopper_stats_kernel(
     q_desc, k_desc, out_desc, out_max, out_sum, out_moment, out_count, out_beta,
-    items, section, blocks, sequences, heads, group, queries, keys, shift, unit, scale,
+    items, section, blocks, sequences, heads, group, queries, keys, shift, unit,
     c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGES: gl.constexpr, POLICY: gl.constexpr, SCALED_QUERY: gl.constexpr,
 ):  # fmt: skip
@@ -345,7 +331,7 @@ def hopper_stats_kernel(
     sizes = (items, section, blocks, sequences, heads, group, queries, keys, shift)
     c = (c0, c1, c2, c3, c4, c5, c6, c7)
     bounds = (policy_low, policy_high, threshold, floor)
-    what = (out_desc, q_tiles, k_tiles, q_full, q_free, k_full, k_free, outputs, sizes, unit, scale, c, bounds)
+    what = (out_desc, q_tiles, k_tiles, q_full, q_free, k_full, k_free, outputs, sizes, unit, c, bounds)
     load = (q_desc, k_desc, q_tiles, k_tiles, q_full, q_free, k_full, k_free, sizes)
     gl.warp_specialize([
         (_compute, (what, 0, STAGES, CAUSAL, EDGES, POLICY, SCALED_QUERY)),
