@@ -228,6 +228,7 @@ def test_readings_of_many_rows_hold() -> None:
 def test_the_readme_has_the_short_table() -> None:
     for table in (short_table("inference", SHORT), short_table("trained", SHORT_TRAINED)):
         assert table in README, f"README.md should have\n{table}"
+    assert f"its ten heads have {seeds('asentmax')} at 16,384 items of recall" in README
     missing, wanted = len(DATA["missing"]), len(TASKS) * len(MECHANISMS)
     assert ("still to be run" in README) == (missing > 0)
     assert not missing or f"({missing} of those {wanted} rows are still to be run)" in README

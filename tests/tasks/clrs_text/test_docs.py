@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sharpmax.core.policies import PAPER
-from sharpmax.paper.fig8 import data
+from sharpmax.paper.fig8 import comparison, data
 from sharpmax.tasks.clrs_text import generate_samples, training
 from sharpmax.tasks.clrs_text.scoring import split_answer
 from tests.doc_tables import ROOT, load, markdown
@@ -86,6 +86,34 @@ def paired_table() -> str:
     return markdown(["", "algorithms above softmax (p < 0.05)", "below", "mean difference, points", "95 %"], lines)
 
 
+@cache
+def against(baseline: str, other: str, part: str) -> dict[str, Any]:
+    """The comparison of two runs, with the algorithms that differ with p < 0.05."""
+    found = comparison(evaluated(baseline), evaluated(other), part)
+    sure = {name: entry["difference"] for name, entry in found["algorithms"].items() if entry["p_holm"] < 0.05}
+    low, high = found["total"]["mean_interval"]
+    return {
+        "mean": signed(found["total"]["mean_difference"]),
+        "interval": f"{signed(low)} to {signed(high)}",
+        "above": {name for name, difference in sure.items() if difference > 0},
+        "below": {name for name, difference in sure.items() if difference < 0},
+    }
+
+
+def control_table() -> str:
+    """Two runs with softmax beside adaptive temperature against each of them."""
+    pairs = {
+        "softmax again, against softmax": ("none", "none_again"),
+        "adaptive temperature, against softmax": ("none", "paper"),
+        "adaptive temperature, against softmax again": ("none_again", "paper"),
+    }
+    lines = []
+    for label, pair in pairs.items():
+        found = [against(*pair, part) for part in PARTS]
+        lines.append([label, *(f"{f['mean']} ({f['interval']}; {len(f['above'])}, {len(f['below'])})" for f in found)])
+    return markdown(["", *PARTS.values()], lines)
+
+
 def entropies_table() -> str:
     lengths = sorted(heads("start"))
     rows = {
@@ -107,7 +135,7 @@ def losses_table() -> str:
     )
 
 
-@pytest.mark.parametrize("table", [models_table, paired_table, losses_table, entropies_table])
+@pytest.mark.parametrize("table", [models_table, paired_table, control_table, losses_table, entropies_table])
 def test_tables(table: Any) -> None:
     assert table() in PAGE, f"docs/clrs_text.md lacks\n{table()}"
 
@@ -198,7 +226,10 @@ def phrases() -> list[str]:
     sinks = [int((heads(name)[1536]["sink_mean"] > 0.5).sum()) for name in ("paper", "start", "none")]
     (prompts,) = {int(n) for n in heads("none")[1536]["prompts"]}
     first, one = ({name: pair[i] for name, pair in minimum().items()} for i in (0, 1))
+    again = {part: 100 * share for part, share in evaluated("none_again")["accuracy"].items()}
     return [
+        f"it has {again['in_distribution']:.1f} % at training sizes and {again['out_of_distribution']:.1f} % at "
+        f"others, and a last loss of {trained('none_again')['curve']['loss'][-1]:.4f}",
         f"{found['throughput']['samples']:,} samples (the {sum(row['too_long'] for row in every):,} others",
         f"the rest of a step would take {busy[1] / busy[0]:.2f}x",
         f"bubble sort ({shares('bubble_sort', 'out')}; trained on sizes 4 and 5, and no trace",
@@ -255,6 +286,33 @@ def test_the_runs_are_those_that_were_asked_for() -> None:
     assert runs[0]["settings"]["policy"] is None
     assert runs[1]["settings"]["policy"] == PAPER.to_dict()
     assert runs[0]["start"] == runs[1]["start"]
+
+
+def test_the_second_run_with_softmax_differs_in_the_order_of_its_samples_alone() -> None:
+    first, again = trained("none"), trained("none_again")
+    differ = [key for key, value in first["settings"].items() if again["settings"][key] != value]
+    assert differ == ["seed", "checkpoint_every"]  # how often it saves changes no bit
+    assert first["start"] == again["start"]
+    asked = [evaluated(name)["settings"] for name in ("none", "none_again")]
+    assert asked[0] == asked[1]
+
+
+def test_what_holds_against_both_runs_with_softmax() -> None:
+    both = {
+        (part, side): against("none", "paper", part)[side] & against("none_again", "paper", part)[side]
+        for part in ("in", "out")
+        for side in ("above", "below")
+    }
+    assert both["in", "above"] == set()
+    softmax = against("none", "none_again", "out")
+    assert len(softmax["above"] | softmax["below"]) == 7
+    assert both["out", "above"] == {"bubble_sort", "kmp_matcher"}
+    assert (len(both["in", "below"]), len(both["out", "below"])) == (10, 7)
+    for text in ("above both on bubble sort and the KMP matcher, below both on 7 of 29", "below both on 10 of 30"):
+        assert text in " ".join(PAGE.split())
+    again = evaluated("none_again")["accuracy"]
+    said = f"has {100 * again['in_distribution']:.1f} and {100 * again['out_of_distribution']:.1f} %"
+    assert said in " ".join(README.split())
 
 
 def test_the_figure_is_of_these_evaluations() -> None:
