@@ -105,10 +105,11 @@ def host(x: Any) -> np.ndarray:
     return np.asarray(x.detach().cpu().double() if isinstance(x, torch.Tensor) else x, np.float64)
 
 
-def collected(stats: RowStats, beta: Any, weights: Any, gradient: Any = None) -> Result:
+def collected(stats: RowStats, beta: Any, weights: Any, gradient: Any = None, rounded: bool = False) -> Result:
     """A :class:`Result` of one row's arrays."""
     numbers = {name: float(host(getattr(stats, name))) for name in STATISTICS}
-    return Result(numbers, float(host(beta)), host(weights), None if gradient is None else host(gradient))
+    slopes = None if gradient is None else host(gradient)
+    return Result(numbers, float(host(beta)), host(weights), slopes, rounded)
 
 
 def shape_key(row: dict[str, Any]) -> str:

@@ -17,3 +17,5 @@ class Result:
     beta: float | None = None
     weights: np.ndarray | None = None
     gradient: np.ndarray | None = None
+    rounded: bool = False
+    """Whether the maximum is rounded, and sum and moment are relative to that."""

@@ -8,8 +8,10 @@ float32 otherwise), ``o`` the epsilon of the logits' own type, in which weights 
 * A sum of ``n`` terms adds a relative ``sqrt(n) a`` of the sum of their magnitudes, the probabilistic bound of Higham
   and Mary (2019), in place of the worst case ``n a``. Call ``S = C + sqrt(n)``.
 * ``sum``: relative ``rL = (d + S) a`` with ``d = E_p|t|``. ``moment``: absolute ``(E_p t**2 + S d) a L``, and what is
-  lost when exponentials underflow, and ``a**2 |max| L``: relative to the maximum as it was rounded elsewhere, and put
-  right afterwards.
+  lost when exponentials underflow.
+* Kernels that hold logits in units of log 2 round the maximum there, and sum and moment are relative to that
+  (``Result.rounded``): ``r = a |max|`` more for the maximum, ``r L`` for ``sum``, ``r (1 + d) L`` for ``moment``.
+  Nothing of this is left in what is made of the three, so the entropy and all else is held to the same.
 * ``moment / sum``: ``r1 = (E_p t**2 + 2 S d + d**2) a``; so ``entropy``: ``rL + r1 + (log L + d) a``, whatever offset
   the logits carry. ``lse`` and ``mean`` contain the offset, and add a rounding of it.
 * ``beta``: the entropy's error times the policy's sensitivity, and a rounding of the terms it is summed from:
@@ -56,7 +58,7 @@ class Tolerances:
     gradient: np.ndarray
 
 
-def tolerances(case: Case) -> Tolerances:
+def tolerances(case: Case, rounded: bool = False) -> Tolerances:
     """The tolerances of a case. Conditioning is computed in float64 from the case's own logits and expected beta."""
     a, o = EPSILON["float64" if case.dtype == "float64" else "float32"], EPSILON[case.dtype]
     kept = case.kept
@@ -86,14 +88,16 @@ def tolerances(case: Case) -> Tolerances:
     entropy = r_sum + r_ratio + (log_total + d) * a
     stats = exact | {
         "sum": r_sum * total,
-        "moment": (q + S * d) * a * total
-        + 1e4 * case.n * SPACING["float64" if case.dtype == "float64" else "float32"]
-        + a * a * abs(top) * total,
+        "moment": (q + S * d) * a * total + 1e4 * case.n * SPACING["float64" if case.dtype == "float64" else "float32"],
         "lse": r_sum + (abs(top) + abs(case.stats["lse"]) + log_total) * a,
         "mean": r_ratio + (abs(top) + abs(case.stats["mean"]) + d) * a,
         "entropy": entropy,
         "spread": case.stats["spread"] * a,
     }
+    if rounded:
+        low, r = abs(case.stats["min"]) * a, abs(top) * a
+        more = {"max": r, "min": low, "sum": r * total, "moment": r * (1 + d) * total, "spread": r + low}
+        stats |= {name: stats[name] + value for name, value in more.items()}
     b = terms["sensitivity"] * entropy + C * a * terms["magnitude"]
 
     exponent = b + 2 * beta * a
@@ -123,7 +127,7 @@ def tolerances(case: Case) -> Tolerances:
 
 def deviations(case: Case, result: Result) -> Iterator[tuple[str, float]]:
     """For everything that ``result`` holds: its name, and its error as a multiple of the tolerance."""
-    allowed = tolerances(case)
+    allowed = tolerances(case, result.rounded)
     largest = LARGEST[case.dtype]
     for name, value in result.stats.items():
         expected = case.stats[name]

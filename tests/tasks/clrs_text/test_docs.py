@@ -288,13 +288,15 @@ def test_the_runs_are_those_that_were_asked_for() -> None:
     assert runs[0]["start"] == runs[1]["start"]
 
 
-def test_the_second_run_with_softmax_differs_in_the_order_of_its_samples_alone() -> None:
+def test_the_second_run_with_softmax_differs_in_the_order_of_its_samples_and_in_what_ends_them() -> None:
     first, again = trained("none"), trained("none_again")
     differ = [key for key, value in first["settings"].items() if again["settings"][key] != value]
     assert differ == ["seed", "checkpoint_every"]  # how often it saves changes no bit
     assert first["start"] == again["start"]
     asked = [evaluated(name)["settings"] for name in ("none", "none_again")]
     assert asked[0] == asked[1]
+    tokenizers = {name: evaluated(name)["model"]["tokenizer"] for name in ("none", "none_again", "paper")}
+    assert tokenizers["none"] == tokenizers["paper"] != tokenizers["none_again"]  # the token that ends texts
 
 
 def test_what_holds_against_both_runs_with_softmax() -> None:
@@ -310,6 +312,13 @@ def test_what_holds_against_both_runs_with_softmax() -> None:
     assert (len(both["in", "below"]), len(both["out", "below"])) == (10, 7)
     for text in ("above both on bubble sort and the KMP matcher, below both on 7 of 29", "below both on 10 of 30"):
         assert text in " ".join(PAGE.split())
+    pairs = (("none", "paper"), ("none_again", "paper"), ("none", "none_again"))
+    each = [100 * comparison(evaluated(pair[0]), evaluated(pair[1]), "out")["total"]["difference"] for pair in pairs]
+    said = (
+        f"{-each[0]:.1f} points fewer right than softmax and {-each[1]:.1f} fewer than softmax again, and these differ "
+    )
+    assert f"{said}by {each[2]:.1f}." in " ".join(PAGE.split())
+    assert "what holds against both is 2 algorithms above and 7 below" in " ".join(README.split())
     again = evaluated("none_again")["accuracy"]
     said = f"has {100 * again['in_distribution']:.1f} and {100 * again['out_of_distribution']:.1f} %"
     assert said in " ".join(README.split())

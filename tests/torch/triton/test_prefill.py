@@ -276,15 +276,6 @@ def test_adversarial_logits(adversary: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [DEVICE])
-def test_a_scale_of_zero_makes_all_logits_equal(device: str) -> None:
-    given = inputs(Case("zero", batch=2, lengths=(0, 23)), torch.float32, device)
-    got = prefill.row_stats(given.q, given.k, Geometry(0.0), with_min=True, config=tiles(given), **given.options)
-    for value, full, empty in zip(got, (0.0, 23.0, 0.0, 0.0, 23), (-torch.inf, 0.0, 0.0, torch.inf, 0), strict=True):
-        assert value is not None
-        assert torch.equal(value[:, 0], torch.tensor([[empty], [full]]).to(value).expand(2, 40))
-
-
-@pytest.mark.parametrize("device", [DEVICE])
 def test_policy_of_the_count(device: str) -> None:
     given = inputs(Case("count", geometry=Geometry(0.25, right=0)), torch.float32, device)
     lowered = Lowered("log_count", (0.5, 0.25), lo=1.0, hi=3.0)

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .launch import LOG2E, OPTIONS, check_device
+from .launch import OPTIONS, check_device
 
 ROWS = 256
 """Query rows of a program at a time."""
@@ -32,11 +32,10 @@ def refusal(q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, log_co
         return "policies of the entropy alone"
     for name, what in (
         ("PACKED", "packed documents"), ("LENGTHS", "key lengths"), ("LEFT", "a window"), ("MASK", "a mask"),
+        ("BENT", "a softcap or a negative scale"),
     ):  # fmt: skip
         if shared[name]:
             return f"calls without {what}"
-    if shared["CAP"] or shared["SCALE"] < 0:
-        return "calls without a softcap or a negative scale"
     if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] not in STAGES:
         return "heads of 64 or 128 columns in a two-byte type"
     if min(q.numel(), k.numel()) == 0:
@@ -96,7 +95,7 @@ def row_stats(
             keys=keys,
             shift=(min(shared["right"], queries + keys) if causal else 0)
             + (keys - queries if shared["LOWER_RIGHT"] else 0),
-            unit=shared["SCALE"] * LOG2E,
+            unit=shared["unit"],
             **numbers,
             STAGES=STAGES[q.shape[-1]],
             CAUSAL=causal,

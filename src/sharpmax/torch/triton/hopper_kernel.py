@@ -7,8 +7,7 @@ rows is finished, the next queries and keys are on their way.
 
 Every thread keeps the statistics of the logits that it holds itself (of two rows, a quarter of the keys); the four
 threads of a row are merged at the end, so that the loop has no shuffles. Units are those of ``stats_kernel``:
-``raw * unit`` is a logit in units of log 2. Here the maximum is rounded in these units, and sum and moment are relative
-to that; what is made of them (the log of the sum, the entropy) is the same.
+``raw * unit`` is a logit in units of log 2.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false

@@ -22,7 +22,7 @@ LOG2E = math.log2(math.e)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INFINITY = torch.finfo(torch.float32).max
 OPTIONS = {"enable_fp_fusion": True}
-"""Of every launch: what the kernels count on, and no longer Triton's default from 3.10 on."""
+"""Of every launch; no longer Triton's default from 3.10 on."""
 
 
 def launch(kernel: Any, programs: int, tiles: Tiles, shared: dict[str, Any], like: Tensor, **arguments: Any) -> None:
@@ -91,7 +91,7 @@ def shared_arguments(
         else:
             mask = mask.view(torch.uint8)
     documents = 0 if cu_q is None else cu_q.shape[0] - 1
-    bent = geometry.softcap > 0 or kind == BIAS or geometry.scale <= 0
+    bent = geometry.softcap > 0 or kind == BIAS or geometry.scale < 0
     scale2 = geometry.scale * LOG2E
     return {
         "q": q,

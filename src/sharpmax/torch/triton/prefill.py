@@ -276,7 +276,6 @@ def _stats(
         out_min=total if lowest is None else lowest,
         out_q=q if query is None else query,
         **policy,
-        natural=math.log(2) if shared["BENT"] else shared["SCALE"],
         WITH_MIN=with_min,
         SCALED_QUERY=query is not None,
         EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),

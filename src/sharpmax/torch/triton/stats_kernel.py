@@ -10,16 +10,14 @@ from .policy import lowered_beta, statistics_gradient
 
 
 @triton.jit
-def _fold(raw, visible, unit, top, highest, total, moment, MASKED: tl.constexpr):
-    """Statistics of the keys so far with those of one block: the largest ``raw``, and the others in units of log 2."""
+def _fold(raw, visible, unit, highest, total, moment, MASKED: tl.constexpr):
+    """Statistics of the keys so far with those of one block, all in units of log 2."""
     if MASKED:
-        block_top = tl.max(tl.where(visible, raw, float("-inf")), 1)
-        new = tl.maximum(highest, block_top * unit)
+        new = tl.maximum(highest, tl.max(tl.where(visible, raw * unit, float("-inf")), 1))
         shift = tl.where(new == float("-inf"), 0.0, new)
         exponent = tl.where(visible, tl.fma(raw, unit, -shift[:, None]), NOTHING)
     else:
-        block_top = tl.max(raw, 1)
-        new = tl.maximum(highest, block_top * unit)
+        new = tl.maximum(highest, tl.max(raw, 1) * unit)
         shift = new
         exponent = tl.fma(raw, unit, -shift[:, None])
     power = tl.exp2(exponent)
@@ -27,19 +25,7 @@ def _fold(raw, visible, unit, top, highest, total, moment, MASKED: tl.constexpr)
     fade = tl.exp2(step)
     moment = fade * (moment + step * total) + tl.sum(power * exponent, 1)
     total = fade * total + tl.sum(power, 1)
-    return tl.maximum(top, block_top), new, total, moment
-
-
-@triton.jit
-def _relative_to_top(top, unit, highest, total, moment):
-    """Sum and moment, relative to ``highest``, which is ``top * unit`` rounded, as they are relative to that itself.
-
-    With an offset of 1e4 on all logits the two differ by 1e-3. What is made of them (the entropy, say) does not.
-    """
-    excess = tl.fma(top, unit, -highest)
-    excess = tl.where(tl.abs(excess) < float("inf"), excess, 0.0)  # a row without keys has none
-    fade = tl.exp2(-excess)
-    return fade * total, fade * (moment - excess * total)
+    return new, total, moment
 
 
 @triton.jit(do_not_specialize=["documents", "steps"])
@@ -79,7 +65,6 @@ def stats_kernel(
     right,
     limit,
     unit,
-    natural,
     scale2,
     cap2,
     c0,
@@ -129,7 +114,6 @@ def stats_kernel(
     rows = first + tl.arange(0, ROWS)
     row = rows[:, None]
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     moment = tl.zeros([ROWS], tl.float32)
@@ -145,9 +129,9 @@ def stats_kernel(
             raw, _, _ = logits(
                 product, row, key, True, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
             )
-            top, highest, total, moment = _fold(raw, True, unit, top, highest, total, moment, False)
+            highest, total, moment = _fold(raw, True, unit, highest, total, moment, False)
             if WITH_MIN:
-                lowest = tl.minimum(lowest, tl.min(raw, 1))
+                lowest = tl.minimum(lowest, tl.min(raw, 1) * unit)
     if EDGES:
         for i in range(edge_blocks(low, a, b, high, KEYS)):
             start = edge_block(i, low, a, b, KEYS)
@@ -158,9 +142,9 @@ def stats_kernel(
             raw, visible, _ = logits(
                 product, row, key, visible, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
             )
-            top, highest, total, moment = _fold(raw, visible, unit, top, highest, total, moment, True)
+            highest, total, moment = _fold(raw, visible, unit, highest, total, moment, True)
             if WITH_MIN:
-                lowest = tl.minimum(lowest, tl.min(tl.where(visible, raw, float("inf")), 1))
+                lowest = tl.minimum(lowest, tl.min(tl.where(visible, raw * unit, float("inf")), 1))
             if MASK != 0:
                 count += tl.sum(visible.to(tl.int32), 1)
 
@@ -172,16 +156,15 @@ def stats_kernel(
         if RIGHT:
             end = tl.minimum(end, rows + shift + right + 1)
         count = tl.maximum(end - begin, 0)
-    total, moment = _relative_to_top(top, unit, highest, total, moment)
     moment *= LN2
     inside = rows < queries
     at = (tl.cast(batch, tl.int64) * heads + head) * q_len + q_start + rows
-    tl.store(out_max + at, top * natural, mask=inside)
+    tl.store(out_max + at, highest * LN2, mask=inside)
     tl.store(out_sum + at, total, mask=inside)
     tl.store(out_moment + at, moment, mask=inside)
     tl.store(out_count + at, count, mask=inside)
     if WITH_MIN:
-        tl.store(out_min + at, lowest * natural, mask=inside)
+        tl.store(out_min + at, lowest * LN2, mask=inside)
     if POLICY:
         if LOG_COUNT:
             variable = tl.log(tl.maximum(count, 1).to(tl.float32))
