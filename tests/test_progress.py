@@ -33,11 +33,15 @@ def test_short_work_is_silent_where_nobody_looks(
     assert capsys.readouterr() == ("", "")
 
 
-def test_in_a_log_there_is_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [100.0]
-    monkeypatch.setattr("sharpmax.progress.time.monotonic", lambda: clock[0])
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the time is, for lines of a log: the only entry, to be changed."""
+    now = [100.0]
+    monkeypatch.setattr("sharpmax.progress.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_in_a_log_there_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
     with progress_bar("answers") as show:
         for seconds, done, now in (
             (1, 1000, ""),
@@ -51,11 +55,7 @@ def test_in_a_log_there_is_a_line_now_and_then(
     assert capsys.readouterr() == ("", "answers: 2,000 of 41,150, 25/s\nanswers: 9,000 of 41,150, loss 0.5\n")
 
 
-def test_so_there_is_of_a_comparison_and_of_a_diagnosis(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [100.0]
-    monkeypatch.setattr("sharpmax.progress.time.monotonic", lambda: clock[0])
+def test_so_there_is_of_a_comparison_and_of_a_diagnosis(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
     with _watching() as watcher, progress_bars({64: 8}, lambda length: f"{length} tokens") as show:
         watcher.cell("recall/softmax", 3, 69)
         for seconds in (1, 30):

@@ -102,24 +102,30 @@ def torch_cuda(case: Case) -> Result:
     return _torch_autograd(case, "cuda")
 
 
-def _torch_attention(case: Case, device: str, impl: str) -> Result:
-    x, _, cotangent = _torch_inputs(case, device)
+def _row_of_a_head(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One query and keys whose products are the case's logits, and which keys it keeps."""
+    x, _, _ = _torch_inputs(case, device)
     kept = torch.tensor(case.kept, device=device)
     key = torch.zeros(1, 1, case.n, 16, dtype=x.dtype, device=device)
     key[..., 0] = torch.where(kept, x, 0)
-    key.requires_grad_(True)
     query = torch.zeros(1, 1, 1, 16, dtype=x.dtype, device=device)
     query[..., 0] = 1
+    return query, key, kept
+
+
+def _torch_attention(case: Case, device: str, impl: str) -> Result:
+    query, key, kept = _row_of_a_head(case, device)
+    key.requires_grad_(True)
     given: dict[str, Any] = {"attn_mask": kept, "scale": 1.0, "impl": impl}
     stats = torch_row_stats(query, key, with_min=True, **given)
-    identity = torch.eye(case.n, dtype=x.dtype, device=device)[None, None]
+    identity = torch.eye(case.n, dtype=key.dtype, device=device)[None, None]
     found = scaled_dot_product_attention(query, key, identity, policy=policy_of(case), return_stats=True, **given)
     fields = (field[0, 0, 0] for field in stats if field is not None)
     row = (RowStats(*fields), found.beta[0, 0, 0], found.output[0, 0, 0])
     if impl != "reference" and case.id.startswith("offsets/"):
         # backward, weights come from logsumexp, in which an offset of 1e4 leaves fewer digits
         return collected(*row, rounded=impl == "triton")
-    value = cotangent[None, None, :, None]
+    value = _torch_inputs(case, device)[2][None, None, :, None]
     output = scaled_dot_product_attention(query, key, value, policy=policy_of(case), **given)
     (gradient,) = torch.autograd.grad(output, key, torch.ones_like(output))
     return collected(*row, gradient[0, 0, :, 0], rounded=impl == "triton")
@@ -158,16 +164,11 @@ def torch_kernels_interpreted(case: Case) -> Result:
     """The kernels that ``torch-attention-triton`` compiles, under Triton's interpreter; forward only."""
     from sharpmax.torch.triton import prefill
 
-    x, _, _ = _torch_inputs(case, "cpu")
-    kept = torch.tensor(case.kept)
-    key = torch.zeros(1, 1, case.n, 16, dtype=x.dtype)
-    key[..., 0] = torch.where(kept, x, 0)
-    query = torch.zeros(1, 1, 1, 16, dtype=x.dtype)
-    query[..., 0] = 1
+    query, key, kept = _row_of_a_head(case, "cpu")
     mask = kept.expand(1, 1, 1, case.n)
     found = RowStats(*prefill.row_stats(query, key, Geometry(1.0), mask=mask, with_min=True))
     beta = policy_of(case)(found)
-    identity = torch.eye(case.n, dtype=x.dtype)[None, None]
+    identity = torch.eye(case.n, dtype=key.dtype)[None, None]
     output, _ = prefill.attend(query, key, identity, beta, Geometry(1.0), mask=mask)
     row = RowStats(*(field[0, 0, 0] for field in found if field is not None))
     return collected(row, beta[0, 0, 0], output[0, 0, 0], rounded=True)
