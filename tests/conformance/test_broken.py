@@ -87,3 +87,12 @@ def test_a_mistake_is_caught(mistake: str, dtype: str, quantity: str, least: int
     found = failures(mistake, lambda case: case.dtype == dtype)
     caught = sorted(case_id for case_id, name in found if name == quantity)
     assert len(caught) >= least, f"{mistake} in {dtype} is caught by {caught} only"
+
+
+@pytest.mark.parametrize(("name", "factor"), [("max", 1e-6), ("sum", 1e-4), ("moment", 1e-4)])
+def test_a_maximum_that_may_be_rounded_excuses_nothing_more(name: str, factor: float) -> None:
+    case = load("sizes/float32/held-normal-n33")
+    for rounded, off in ((False, 0.0), (True, 0.0), (True, factor), (False, factor)):
+        result = Result({name: case.stats[name] * (1 + off)}, rounded=rounded)
+        ratio = dict(deviations(case, result))[name]
+        assert (ratio > 1) == (off > 0), (rounded, off, ratio)

@@ -172,6 +172,8 @@ def test_the_page_holds_every_table_and_says_what_is_missing() -> None:
     assert _missing(PAGE, DATA) == []
     missing, wanted = len(DATA["missing"]), len(TASKS) * len(MECHANISMS)
     assert ("Not complete" in PAGE) == (missing > 0)
+    on, with_it = (sum(len(both[table]["rows"]) for both in ROWS.values()) for table in ("inference", "trained"))
+    assert missing or f"Nothing is missing: {on} rows switched on at inference, {with_it} trained with" in PAGE
     assert not missing or f"{missing} of {wanted} rows trained with a mechanism are missing" in PAGE
     assert all(", trained: " in text and not text.startswith("max/") for text in DATA["missing"])
 
