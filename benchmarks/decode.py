@@ -12,11 +12,12 @@ card. Bandwidth counts keys and values once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
 from sharpmax.torch.checks import geometry_of
 from sharpmax.torch.decode import _Cache, _triton_attention, decode_attention, paged_decode_attention
+from sharpmax.torch.triton import decode_hopper
 
 HEADS, GROUP, DIM, PAGE = 8, 8, 128, 16
 BATCHES, LENGTHS = (1, 8, 64), (8192, 32768, 131072)
@@ -95,6 +97,21 @@ def adaptive(policy: Any = sharpmax.PAPER, splits: int = 0) -> Call:
     return call
 
 
+@contextlib.contextmanager
+def portable_kernels() -> Iterator[None]:
+    """Without the kernel for Hopper."""
+    least, decode_hopper.LEAST_TILES = decode_hopper.LEAST_TILES, math.inf
+    try:
+        yield
+    finally:
+        decode_hopper.LEAST_TILES = least
+
+
+def portable(given: Inputs) -> Tensor:
+    with portable_kernels():
+        return plain(decode_attention(*given, impl="triton"))
+
+
 def paged(batch: int, length: int) -> Call:
     """The same on a paged cache, whose pages lie in random order; they are those of the contiguous one, relabelled."""
     pages = batch * length // PAGE
@@ -156,7 +173,7 @@ def measured(batch: int, length: int, rounds: int, splits: list[int]) -> dict[st
         f"{name}{' packed' * packed}": stock(b, packed) for name, b in BACKENDS.items() for packed in (False, True)
     }
     stocks = list(calls)
-    calls |= {"sharpmax": adaptive(), "sharpmax paged": paged(batch, length)}
+    calls |= {"sharpmax": adaptive(), "sharpmax, portable": portable, "sharpmax paged": paged(batch, length)}
     calls |= {"sharpmax, policy between kernels": adaptive(SpreadOverTen())}
     calls |= {f"sharpmax, {n} splits": adaptive(splits=n) for n in splits}
     count = copies * -(-(CALLS if size < COLD_BYTES else 4) // copies)

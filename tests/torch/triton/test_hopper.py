@@ -254,7 +254,7 @@ def test_strides_that_the_copy_engine_takes() -> None:
 def test_it_pays_with_rows_for_all_of_the_card(
     shape: tuple[int, ...], causal: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper, "_processors", lambda _: 132)
+    monkeypatch.setattr(hopper, "processors", lambda _: 132)
     monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
     q = torch.empty(shape, device="meta")
     assert hopper.pays(q, causal) is expected
@@ -279,7 +279,7 @@ def type_of(name, q, k):
 
 for width, dtype, causal in ((128, torch.bfloat16, True),):
     x = torch.zeros(1, 1, 256, width, dtype=dtype)
-    q, k = hopper._descriptor(x, hopper_kernel.LINES.value), hopper._descriptor(x, hopper_kernel.KEYS.value)
+    q, k = hopper.descriptor(x, hopper_kernel.LINES.value), hopper.descriptor(x, hopper_kernel.KEYS.value)
     kernel = hopper_kernel.hopper_stats_kernel
     signature = {name: type_of(name, q, k) for name in kernel.arg_names}
     flags = {"CAUSAL": causal, "EDGES": causal, "POLICY": True, "SCALED_QUERY": True}

@@ -19,7 +19,8 @@ import triton
 from torch import Tensor
 
 from ...core.policies import Lowered
-from . import decode_kernel
+from . import decode_hopper, decode_kernel
+from .hopper import processors
 from .launch import OPTIONS
 from .policy import COEFFICIENTS
 
@@ -114,12 +115,6 @@ def suitable_splits(programs: int, capacity: int, count: int) -> int:
     return max(1, min(wanted, capacity // least, MOST_SPLITS))
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """How many streaming multiprocessors the device has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def power_of_2(n: int, least: int = 16) -> int:
     """The smallest power of 2 that is at least ``n`` and ``least``."""
     return max(least, 1 << (n - 1).bit_length())
@@ -150,12 +145,18 @@ def decode(
     splits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, (maximum, sum, moment) of each row, and beta, for a policy given by its numbers."""
-    layout = layout_of(query.shape, key, table, max(query.shape[-1], value.shape[-1]), splits)
     stats = query.new_empty((3, *query.shape[:3]), dtype=torch.float32)
     beta = torch.empty_like(stats[0])
     output = value.new_empty((*query.shape[:3], value.shape[-1]))
-    if stats.numel() > 0:
-        with torch.cuda.device_of(query):
+    if stats.numel() == 0:
+        return output, stats, beta
+    with torch.cuda.device_of(query):
+        if not decode_hopper.refusal(query, key, value, table, mask) and decode_hopper.pays(key):
+            decode_hopper.decode(
+                query, key, value, lengths, scale, softcap, left, entropy, numbers, splits, (output, stats, beta)
+            )
+        else:
+            layout = layout_of(query.shape, key, table, max(query.shape[-1], value.shape[-1]), splits)
             logits, parts = _logits(layout, query, key, table, lengths, mask, scale, softcap, left, with_min=False)
             _values(layout, logits, value, table, lengths, mask, parts, stats, beta, output, left, entropy, numbers)
     return output, stats, beta

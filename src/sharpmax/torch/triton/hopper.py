@@ -40,9 +40,9 @@ def refusal(q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, log_co
         return "heads of 64 or 128 columns in a two-byte type"
     if min(q.numel(), k.numel()) == 0:
         return "tensors that are not empty"
-    if _strides(q) is None or _strides(k) is None:
+    if strides(q) is None or strides(k) is None:
         return "rows that are contiguous and begin at multiples of 16 bytes"
-    if not _is_hopper(q.device):
+    if not is_hopper(q.device):
         return "tensors on a Hopper GPU"
     return "" if _has_gluon() else "calls with a Triton that has Gluon"
 
@@ -56,8 +56,8 @@ def pays(q: Tensor, causal: bool) -> bool:
     if version() not in RUN_WITH:
         return False
     blocks = -(-q.shape[2] // ROWS) * q.shape[0] * q.shape[1]
-    processors = _processors(q.device)
-    return blocks >= (2 * processors if causal else FILLED * processors * -(-blocks // processors))
+    count = processors(q.device)
+    return blocks >= (2 * count if causal else FILLED * count * -(-blocks // count))
 
 
 def row_stats(
@@ -80,10 +80,10 @@ def row_stats(
     kernel: Any = hopper_stats_kernel
     check_device(kernel, q)
     with torch.cuda.device_of(q):
-        kernel[(min(items, _processors(q.device)),)](
-            q_desc=_descriptor(q, LINES.value),
-            k_desc=_descriptor(k, KEYS.value),
-            out_desc=_descriptor(q if scaled is None else scaled, LINES.value),
+        kernel[(min(items, processors(q.device)),)](
+            q_desc=descriptor(q, LINES.value),
+            k_desc=descriptor(k, KEYS.value),
+            out_desc=descriptor(q if scaled is None else scaled, LINES.value),
             **outputs,
             items=items,
             section=min(section, batch * heads),
@@ -112,23 +112,23 @@ def version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
-def _strides(x: Tensor) -> list[int] | None:
+def strides(x: Tensor) -> list[int] | None:
     """Strides as the copy engine wants them, or ``None``; where an axis has one entry, any stride is as good."""
     *outer, last = (8 if n == 1 and i < 3 else s for i, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)))
     fine = last == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in outer)
     return [*outer, last] if fine else None
 
 
-def _descriptor(x: Tensor, rows: int) -> Any:
+def descriptor(x: Tensor, rows: int) -> Any:
     """A tensor as the copy engine takes it, in tiles of ``rows`` rows of one head.
 
     Made without the checks of its constructor: :func:`refusal` has made them, and they cost the host time.
     """
     kind, layout = _descriptor_parts()
-    descriptor: Any = object.__new__(kind)
-    descriptor.base, descriptor.shape, descriptor.strides = x, list(x.shape), _strides(x)
-    descriptor.block_shape, descriptor.layout = [1, 1, rows, x.shape[-1]], layout
-    return descriptor
+    made: Any = object.__new__(kind)
+    made.base, made.shape, made.strides = x, list(x.shape), strides(x)
+    made.block_shape, made.layout = [1, 1, rows, x.shape[-1]], layout
+    return made
 
 
 @functools.cache
@@ -148,10 +148,12 @@ def _has_gluon() -> bool:
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is a GPU of compute capability 9.0."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def processors(device: torch.device) -> int:
+    """How many streaming multiprocessors a GPU has, 1 for any other device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

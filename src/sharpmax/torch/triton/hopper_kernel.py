@@ -110,7 +110,7 @@ def _merged(highest, total, moment):
 
 
 @gluon.jit
-def _beta(variable, c, bounds):
+def lowered_beta(variable, c, bounds):
     """Beta of every row: the formula of ``sharpmax.core.policies.Lowered``."""
     u = gl.minimum(gl.maximum(variable, bounds[0]), bounds[1])
     value = c[0] * u + c[1]
@@ -174,7 +174,7 @@ def _tiles_seen(first, queries, keys, shift, COUNT: gl.constexpr, CAUSAL: gl.con
 
 
 @gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
+def advance(stage, phase, STAGES: gl.constexpr):
     """The next place in a ring, and the parity of the barrier there."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
@@ -196,7 +196,7 @@ def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
             mbarrier.wait(q_free.index(at), slot_phase)
             mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes)
             load_tile(q_desc, [batch, head, first + LINES * g, 0], q_full.index(at), q_tiles.index(at))
-        slot, slot_phase = _advance(slot, slot_phase, SLOTS)
+        slot, slot_phase = advance(slot, slot_phase, SLOTS)
         seen, _ = _tiles_seen(first, queries, keys, shift, ROWS, CAUSAL)
         for i in range(seen):
             mbarrier.wait(k_free.index(stage), phase)
@@ -204,7 +204,7 @@ def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
             load_tile(
                 k_desc, [batch, head // group, (seen - 1 - i) * KEYS, 0], k_full.index(stage), k_tiles.index(stage)
             )
-            stage, phase = _advance(stage, phase, STAGES)
+            stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -248,10 +248,10 @@ def _compute(
             for _ in range(all_tiles - seen):  # keys that only other warpgroups see
                 mbarrier.wait(k_full.index(stage), phase)
                 mbarrier.arrive(k_free.index(stage), count=1)
-                stage, phase = _advance(stage, phase, STAGES)
+                stage, phase = advance(stage, phase, STAGES)
             for i in range(seen - whole):
                 tile = _logits(q_tile, k_tiles, k_full, k_free, stage, phase, zero)
-                stage, phase = _advance(stage, phase, STAGES)
+                stage, phase = advance(stage, phase, STAGES)
                 highest, total, moment = _fold_masked(
                     tile, (seen - 1 - i) * KEYS, row, shift, keys, unit, highest, total, moment, CAUSAL
                 )
@@ -261,13 +261,13 @@ def _compute(
         mbarrier.arrive(q_free.index((slot + SLOTS - 1) % SLOTS * GROUPS + G), count=1, pred=turn > 0)
         for _ in range(whole):
             tile = _logits(q_tile, k_tiles, k_full, k_free, stage, phase, zero)
-            stage, phase = _advance(stage, phase, STAGES)
+            stage, phase = advance(stage, phase, STAGES)
             highest, total, moment = _fold(tile, unit, highest, total, moment)
         _finish(
             out_desc, q_tile, highest, total, moment, row, batch, head, first, outputs, heads, queries, keys, shift, c,
             bounds, lines, CAUSAL, POLICY, SCALED_QUERY,
         )  # fmt: skip
-        slot, slot_phase = _advance(slot, slot_phase, SLOTS)
+        slot, slot_phase = advance(slot, slot_phase, SLOTS)
     tma.store_wait(0)
 
 
@@ -290,7 +290,7 @@ def _finish(
     gl.store(out_count + at, _end(row, shift, keys, CAUSAL), mask=inside)
     if POLICY:
         filled = gl.where(total == 0.0, 1.0, total)
-        beta = _beta(gl.log(filled) - moment / filled, c, bounds)
+        beta = lowered_beta(gl.log(filled) - moment / filled, c, bounds)
         gl.store(out_beta + at, beta, mask=inside)
         if SCALED_QUERY:
             wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_tile.shape[1], 16])

@@ -1,0 +1,377 @@
+"""Decoding on Hopper in one launch (Gluon): logits never leave the processor that made them.
+
+What the three kernels of ``decode_kernel`` give. A group of programs shares the keys of the rows that use one head of
+the cache. Each program goes through the keys of its split, keeps their logits in shared memory and publishes their
+statistics. With those of the whole group it has beta, and goes through the values of the split. In between come the
+keys of its next split, so that it hardly waits for others. Keys and values come by TMA through one ring of tiles, which
+is refilled all the time. In the end, parts of the output are added up.
+
+Products are transposed: keys (or columns of values) are the rows of a tile, of which a warpgroup takes 64, and queries
+its columns, of which 8 suffice. A thread finds the logits that it kept where it put them.
+
+No program waits for ever: all run at once (a cooperative launch), a group has no more splits than there are programs,
+and every program publishes what it has before it waits.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper_kernel import advance, load_tile, lowered_beta, synchronize
+
+LOG2E = gl.constexpr(1.4426950408889634)
+MASKED = gl.constexpr(-1e30)
+WHOLE_NUMBERS = (
+    "stride_qb", "stride_qh", "stride_ql", "stride_part", "stride_stats",
+    "heads", "capacity", "splits", "left", "items",
+)  # fmt: skip
+
+
+@gluon.jit
+def _span(item, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """Batch element and head of a split, how many keys are valid, the oldest in sight, its first and its last."""
+    _, splits, heads, capacity, left = sizes
+    pair, split = item // splits, item % splits
+    batch, head = pair // heads, pair % heads
+    length = capacity
+    if lengths is not None:
+        length = gl.minimum(gl.maximum(gl.load(lengths + batch), 0), capacity)
+    oldest = gl.where(left >= 0, gl.maximum(length - QUERIES - left, 0), 0)
+    start = oldest // KEYS * KEYS
+    share = ((length - start + KEYS - 1) // KEYS + splits - 1) // splits * KEYS
+    first = start + split * share
+    last = gl.minimum(first + share, length)
+    return batch, head, length, oldest, first, last
+
+
+@gluon.jit
+def _count(first, last, KEYS: gl.constexpr):
+    """How many tiles there are from one key to another.
+
+    From keys that are carried through a loop, it is counted anew: a number that is carried itself, and bounds a loop
+    but does nothing else, is lost by Triton 3.6.
+    """
+    return gl.maximum((last - first + KEYS - 1) // KEYS, 0)
+
+
+@gluon.jit
+def _row_span(row, length, left, QUERIES: gl.constexpr):
+    """The newest and the oldest key that each row sees."""
+    newest = length - QUERIES + row % QUERIES
+    return newest, gl.where(left >= 0, gl.maximum(newest - left, 0), 0)
+
+
+@gluon.jit
+def _item(turn):
+    """The number of a program's split."""
+    return gl.program_id(0) + turn * gl.num_programs(0)
+
+
+@gluon.jit
+def _prefetch(cursor, ring, sizes, lengths, STAGES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """Send for the next tile of the program, if there is one: keys of a split, then values of the split before it."""
+    step, at, blocks, batch, head, first, count, v_batch, v_head, v_first, v_count, stage = cursor
+    k_desc, v_desc, tiles, full, turns = ring
+    while (at == blocks) & (step < 2 * turns + 1):
+        step += 1
+        at = 0
+        if step % 2 == 0:
+            v_batch, v_head, v_first, v_count = batch, head, first, count
+            count = 0
+            if step < 2 * turns:
+                batch, head, _, _, first, last = _span(_item(step // 2), sizes, lengths, QUERIES, KEYS)
+                count = _count(first, last, KEYS)
+        blocks = gl.where(step % 2 == 0, count, v_count)
+    if at < blocks:
+        mbarrier.expect(full.index(stage), k_desc.block_type.nbytes)
+        if step % 2 == 0:
+            load_tile(k_desc, [batch, head, first + at * KEYS, 0], full.index(stage), tiles.index(stage))
+        else:
+            load_tile(v_desc, [v_batch, v_head, v_first + at * KEYS, 0], full.index(stage), tiles.index(stage))
+        at += 1
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    return step, at, blocks, batch, head, first, count, v_batch, v_head, v_first, v_count, stage
+
+
+@gluon.jit
+def _ex2(x):
+    """The hardware's ``2^x`` without the steps that keep subnormal results."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _joined(high, total, moment, other_high, other_total, other_moment):
+    """Statistics of two parts together."""
+    top = gl.maximum(high, other_high)
+    step, other_step = high - top, other_high - top
+    fade, other_fade = gl.exp2(step * LOG2E), gl.exp2(other_step * LOG2E)
+    return (
+        top,
+        fade * total + other_fade * other_total,
+        fade * (moment + step * total) + other_fade * (other_moment + other_step * other_total),
+    )
+
+
+@gluon.jit
+def _merged(high, total, moment):
+    """Maximum, sum and shifted moment from those of parts, which lie along axis 0."""
+    top, total, moment = gl.reduce((high, total, moment), 0, _joined)
+    some = top > MASKED
+    return top, gl.where(some, total, 0.0), gl.where(some, moment, 0.0)
+
+
+@gluon.jit
+def _await(counter, count):
+    """Wait until ``count`` programs have been counted; what they had written before can be read."""
+    while gl.atomic_add(counter, 0, sem="acquire") < count:
+        pass
+    synchronize()
+
+
+@gluon.jit
+def _queries(
+    query, strides, item, sizes, ROWS: gl.constexpr, QUERIES: gl.constexpr, COLUMNS: gl.constexpr, D: gl.constexpr,
+    wide: gl.constexpr,
+):  # fmt: skip
+    """The rows that belong to a split."""
+    items, splits, heads, _, _ = sizes
+    batch, head = item // splits // heads, item // splits % heads
+    row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, wide))
+    column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, wide)), 0)
+    place = (head * (ROWS // QUERIES) + row // QUERIES) * strides[1] + row % QUERIES * strides[2]
+    at = query + batch.to(gl.int64) * strides[0] + gl.expand_dims(place, 1) + column
+    return gl.load(at, mask=gl.expand_dims(row < gl.where(item < items, ROWS, 0), 1) & (column >= 0), other=0.0)
+
+
+@gluon.jit
+def _pass_keys(
+    ring, cursor, stage, phase, q_tile, kept, slot, sizes, lengths, length, first, last, scale, softcap,
+    layout: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr,
+):  # fmt: skip
+    """Keep the logits of the keys of a split, from ``slot`` on; statistics of each row, and where the ring stands."""
+    _, _, tiles, full, _ = ring
+    COLUMNS: gl.constexpr = q_tile.shape[0]
+    zero = gl.zeros([KEYS, COLUMNS], gl.float32, layout=layout)
+    row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    newest, earliest = _row_span(row, length, sizes[4], QUERIES)
+    # Every place of the tile has statistics of its own, merged once at the end: no reduction within the loop.
+    high = zero + MASKED
+    total = zero
+    moment = zero
+    for i in range(_count(first, last, KEYS)):
+        mbarrier.wait(full.index(stage), phase)
+        z = warpgroup_mma(tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+        z = warpgroup_mma_wait(0, deps=(z,))
+        synchronize()
+        cursor = _prefetch(cursor, ring, sizes, lengths, STAGES, QUERIES, KEYS)
+        stage, phase = advance(stage, phase, STAGES)
+        z = z * scale
+        if CAPPED:
+            z = softcap * (1.0 - 2.0 / (1.0 + _ex2(z * (2.0 * LOG2E / softcap))))
+        key = gl.expand_dims(first + i * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout)), 1)
+        seen = (key < last) & (key <= gl.expand_dims(newest, 0)) & (key >= gl.expand_dims(earliest, 0))
+        z = gl.where(seen, z, MASKED)
+        kept.index(slot + i).store(z)
+        higher = z > high
+        gap = gl.where(higher, high - z, z - high)
+        scaled = _ex2(gap * LOG2E)
+        moment = gl.where(higher, scaled * (moment + gap * total), moment + scaled * gap)
+        total = gl.where(higher, scaled * total + 1.0, total + scaled)
+        high = gl.where(higher, z, high)
+    top, total, moment = _merged(high, total, moment)
+    return top, total, moment, cursor, stage, phase
+
+
+@gluon.jit
+def _pass_values(
+    ring, cursor, stage, phase, w_tile, kept, slot, sizes, lengths, oldest, first, last, top, beta,
+    layout: gl.constexpr, wide: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The sum of the values of a split with their weights, that of the weights, and where the ring stands."""
+    _, v_desc, tiles, full, _ = ring
+    dtype: gl.constexpr = v_desc.dtype
+    COLUMNS: gl.constexpr = w_tile.shape[0]
+    D: gl.constexpr = tiles.shape[2]
+    hard = beta == float("inf")
+    factor = gl.expand_dims(gl.where(hard, 0.0, beta * LOG2E), 0)
+    lowest = gl.expand_dims(gl.where(hard, gl.maximum(top, MASKED * 0.5), MASKED * 0.5), 0)
+    peak = gl.expand_dims(top, 0)
+    out = gl.zeros([D, COLUMNS], gl.float32, layout=layout)
+    weight = gl.zeros([KEYS, COLUMNS], gl.float32, layout=layout)
+    for i in range(_count(first, last, KEYS)):
+        z = kept.index(slot + i).load(layout)
+        w = gl.where(z >= lowest, _ex2(factor * (z - peak)), 0.0)
+        weight += w
+        w_tile.permute([1, 0]).store(w.to(dtype))
+        start = first + i * KEYS
+        mbarrier.wait(full.index(stage), phase)
+        tile = tiles.index(stage)
+        if (start < oldest) | (start + KEYS > last):  # what lies outside may be anything, even NaN
+            n = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, wide))
+            valid = gl.expand_dims((n >= oldest) & (n < last), 1)
+            tile.store(gl.where(valid, tile.load(wide), 0.0).to(dtype))
+        fence_async_shared()
+        synchronize()
+        out = warpgroup_mma(tile.permute([1, 0]), w_tile.permute([1, 0]), out, is_async=True)
+        out = warpgroup_mma_wait(0, deps=(out,))
+        synchronize()
+        cursor = _prefetch(cursor, ring, sizes, lengths, STAGES, QUERIES, KEYS)
+        stage, phase = advance(stage, phase, STAGES)
+    return out, gl.sum(weight, 0), cursor, stage, phase
+
+
+@gluon.jit
+def _group_stats(
+    parts, pair, splits, stride_part, layout: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Statistics of rows from those of all splits."""
+    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [32 // COLUMNS, COLUMNS], [gl.num_warps(), 1], [1, 0])
+    each = gl.expand_dims(gl.arange(0, SPLITS, layout=gl.SliceLayout(1, pairs)), 1)
+    line = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, pairs)), 0)
+    there = (each < splits) & (line < ROWS)
+    place = parts + pair.to(gl.int64) * splits * ROWS + each * ROWS + line
+    top, total, moment = _merged(
+        gl.load(place, mask=there, other=MASKED),
+        gl.load(place + stride_part, mask=there, other=0.0),
+        gl.load(place + 2 * stride_part, mask=there, other=0.0),
+    )
+    return gl.convert_layout(top, layout), gl.convert_layout(total, layout), gl.convert_layout(moment, layout)
+
+
+@gluon.jit(do_not_specialize=WHOLE_NUMBERS)
+def hopper_decode_kernel(
+    query, k_desc, v_desc, lengths, parts, stats, betas, shares, sums, output, counters,
+    stride_qb, stride_qh, stride_ql, stride_part, stride_stats, heads, capacity, splits, left, items, scale, softcap,
+    lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, QUERIES: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, SPLITS: gl.constexpr, LINES: gl.constexpr,
+    CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Output, statistics and beta of ``ROWS`` queries for each head; ``counters``, two for each, are 0 at first."""
+    D: gl.constexpr = k_desc.block_type.shape[3]
+    W: gl.constexpr = gl.num_warps()
+    dtype: gl.constexpr = k_desc.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, COLUMNS, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [W, 1], [1, 0])
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], shared)
+    q_tile = gl.allocate_shared_memory(dtype, [COLUMNS, D], shared)
+    w_tile = gl.allocate_shared_memory(dtype, [COLUMNS, KEYS], shared)
+    kept = gl.allocate_shared_memory(gl.float32, [2 * TILES, KEYS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+    fence_async_shared()
+    synchronize()
+
+    sizes = (items, splits, heads, capacity, left)
+    strides = (stride_qb, stride_qh, stride_ql)
+    groups = items // splits
+    turns = (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    ring = (k_desc, v_desc, tiles, full, turns)
+    cursor = (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    for _ in range(STAGES):
+        cursor = _prefetch(cursor, ring, sizes, lengths, STAGES, QUERIES, KEYS)
+    row = gl.arange(0, COLUMNS, layout=row_layout)
+    q = _queries(query, strides, _item(0), sizes, ROWS, QUERIES, COLUMNS, D, wide)
+    stage = 0
+    phase = 0
+    length, oldest, first, last = 0, 0, 0, 0
+    for turn in range(turns + 1):
+        v_length, v_oldest, v_first, v_last = length, oldest, first, last
+        if turn < turns:  # keys of a split
+            item = _item(turn)
+            _, _, length, oldest, first, last = _span(item, sizes, lengths, QUERIES, KEYS)
+            q_tile.store(q)
+            fence_async_shared()
+            synchronize()
+            if (turn > 1) & (SPLITS > 1):  # the part of the output that was written last
+                gl.atomic_add(counters + groups + _item(turn - 2) // splits, 1, sem="release")
+            q = _queries(query, strides, _item(turn + 1), sizes, ROWS, QUERIES, COLUMNS, D, wide)
+            top, total, moment, cursor, stage, phase = _pass_keys(
+                ring, cursor, stage, phase, q_tile, kept, turn % 2 * TILES, sizes, lengths, length, first, last,
+                scale, softcap, layout, QUERIES, KEYS, STAGES, CAPPED,
+            )  # fmt: skip
+            part = parts + item.to(gl.int64) * ROWS + row
+            gl.store(part, top, mask=row < ROWS)
+            gl.store(part + stride_part, total, mask=row < ROWS)
+            gl.store(part + 2 * stride_part, moment, mask=row < ROWS)
+            synchronize()
+            gl.atomic_add(counters + item // splits, 1, sem="release")
+        if turn > 0:  # values of the split before
+            item = _item(turn - 1)
+            pair = item // splits
+            _await(counters + pair, splits)
+            top, total, moment = _group_stats(parts, pair, splits, stride_part, row_layout, ROWS, COLUMNS, SPLITS)
+            if ENTROPY:
+                filled = gl.where(total > 0, total, 1.0)
+                variable = gl.log(filled) - moment / filled
+            else:
+                newest, earliest = _row_span(row, v_length, left, QUERIES)
+                variable = gl.log(gl.maximum(newest + 1 - earliest, 1).to(gl.float32))
+            beta = lowered_beta(variable, (c7, c6, c5, c4, c3, c2, c1, c0), (lo, hi, threshold, floor))
+            writes = row < gl.where(item % splits == 0, ROWS, 0)
+            at = pair.to(gl.int64) * ROWS + row
+            gl.store(stats + at, gl.where(total > 0, top, -float("inf")), mask=writes)
+            gl.store(stats + stride_stats + at, total, mask=writes)
+            gl.store(stats + 2 * stride_stats + at, moment, mask=writes)
+            gl.store(betas + at, beta, mask=writes)
+            out, weight, cursor, stage, phase = _pass_values(
+                ring, cursor, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, sizes, lengths, v_oldest, v_first,
+                v_last, top, beta, layout, wide, QUERIES, KEYS, STAGES,
+            )  # fmt: skip
+            column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(1, layout)), 1)
+            inside = gl.expand_dims(row < ROWS, 0) & (column >= 0)
+            place = item.to(gl.int64) * ROWS + row
+            if SPLITS == 1:
+                out = out / gl.expand_dims(gl.where(weight > 0, weight, 1.0), 0)
+                gl.store(output + gl.expand_dims(place, 0) * D + column, out.to(dtype), mask=inside)
+            else:
+                gl.store(sums + place, weight, mask=row < ROWS)
+                gl.store(shares + gl.expand_dims(place, 0) * D + column, out, mask=inside)
+    if SPLITS > 1:
+        synchronize()
+        for turn in range(gl.maximum(turns - 2, 0), turns):
+            gl.atomic_add(counters + groups + _item(turn) // splits, 1, sem="release")
+        for task in range(gl.program_id(0), groups * (COLUMNS // LINES), gl.num_programs(0)):
+            pair = task // (COLUMNS // LINES)
+            _await(counters + groups + pair, splits)
+            _combine(shares, sums, output, pair, task % (COLUMNS // LINES) * LINES, splits, ROWS, LINES, D, CHUNK)
+
+
+@gluon.jit
+def _combine(
+    shares, sums, output, pair, first, splits,
+    ROWS: gl.constexpr, LINES: gl.constexpr, D: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Some rows of a head's output: the sum of all parts over the sum of all weights."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [32 // (D // 4), 1, D // 4], [gl.num_warps(), 1, 1], [2, 1, 0])
+    flat: gl.constexpr = gl.SliceLayout(0, layout)
+    each = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1)
+    line = first + gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0)
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    column = gl.expand_dims(gl.expand_dims(column, 0), 1)
+    out = gl.zeros([CHUNK, LINES, D], gl.float32, layout=layout)
+    weight = gl.zeros([CHUNK, LINES], gl.float32, layout=gl.SliceLayout(2, layout))
+    for start in range(0, splits, CHUNK):
+        place = (pair.to(gl.int64) * splits + start + each) * ROWS + line
+        there = (start + each < splits) & (line < ROWS)
+        weight += gl.load(sums + place, mask=there, other=0.0)
+        at = shares + gl.expand_dims(place, 2) * D + column
+        out += gl.load(at, mask=gl.expand_dims(there, 2) & (column >= 0), other=0.0)
+    row_weight = gl.convert_layout(gl.sum(weight, 0), gl.SliceLayout(1, flat))
+    whole = gl.sum(out, 0) / gl.expand_dims(gl.where(row_weight > 0, row_weight, 1.0), 1)
+    line = first + gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(1, flat)), 1)
+    column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, flat)), 0)
+    place = output + (pair.to(gl.int64) * ROWS + line) * D + column
+    gl.store(place, whole.to(output.dtype.element_ty), mask=(line < ROWS) & (column >= 0))

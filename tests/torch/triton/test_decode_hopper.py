@@ -1,0 +1,363 @@
+"""The decoding kernel for Hopper: against float64 and the portable kernels on such a GPU, compiled elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sharpmax
+from sharpmax.torch.checks import geometry_of
+from sharpmax.torch.decode import Attention, _Cache, _triton_attention, decode_attention
+from tests.torch.decode_cases import (
+    POLICIES,
+    check,
+    exact_inputs,
+    inputs,
+    lengths_of,
+    oracle,
+    padding,
+    paper,
+    with_offset,
+)
+
+pytest.importorskip("triton")
+
+from sharpmax.torch.triton import decode_hopper, hopper
+
+ON_HOPPER = (
+    torch.cuda.is_available()
+    and torch.cuda.get_device_capability() == (9, 0)
+    and hopper.version() in hopper.RUN_WITH
+)  # fmt: skip
+HARD = "hard by overflow"
+LOWERED: dict[str, tuple[Any, Any]] = {
+    name: POLICIES[name] for name in ("paper", "held", "detached", "log length", "yarn", "constant", "flat")
+} | {HARD: (sharpmax.EntropyPolynomial((3e38, 3e38), threshold=0.0), lambda z, h: math.inf)}
+"""Policies that the kernel evaluates itself."""
+TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+WIDE: dict[str, Any] = {"dim": 128, "value_dim": 128}
+NARROW: dict[str, Any] = {"dim": 64, "value_dim": 64}
+
+
+@pytest.fixture(autouse=True)
+def device_there(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not ON_HOPPER:
+        pytest.skip("needs a Hopper GPU and a Triton that the kernel was run with")
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many splits each launch of the kernel was asked for; calls of any size take it."""
+    asked = []
+    launch = decode_hopper.decode
+
+    def counted(*arguments: Any) -> None:
+        asked.append(arguments[9])
+        launch(*arguments)
+
+    monkeypatch.setattr(decode_hopper, "decode", counted)
+    monkeypatch.setattr(decode_hopper, "LEAST_TILES", 0)
+    return asked
+
+
+def made(dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return inputs(**({"capacity": 700} | NARROW | sizes), dtype=dtype, device="cuda")
+
+
+def run(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: list[int] | Tensor | None = None,
+    *,
+    splits: int = 0,
+    policy: Any = sharpmax.PAPER,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Attention:
+    query, key, value = tensors
+    valid = lengths_of(lengths, "cuda") if isinstance(lengths, list) else lengths
+    geometry = geometry_of(query, "lower_right", scale, window, softcap)
+    result = _triton_attention(query, _Cache(key, value, None, valid), geometry, policy, True, splits)
+    assert isinstance(result, Attention)
+    return result
+
+
+def portable(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> Attention:
+    with monkeypatch.context() as patched:
+        patched.setattr(decode_hopper, "refusal", lambda *_: "anything")
+        return run(*arguments, **options)
+
+
+def agree(result: Attention, other: Attention, tolerance: float) -> None:
+    torch.testing.assert_close(result.output, other.output, atol=tolerance, rtol=0)
+    torch.testing.assert_close(result.beta, other.beta, atol=0, rtol=1e-4)
+    torch.testing.assert_close(result.stats.max, other.stats.max, atol=0, rtol=1e-5)
+    torch.testing.assert_close(result.stats.entropy, other.stats.entropy, atol=1e-4, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LOWERED)
+def test_policies(name: str, launches: list[int]) -> None:
+    policy, betas = LOWERED[name]
+    tensors = made()
+    check(run(tensors, [700, 333], policy=policy, splits=3), oracle(*tensors, [700, 333], betas), 3e-2)
+    assert launches == [3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (torch.bfloat16, {"heads": 1, "kv_heads": 1, "queries": 1, **WIDE}),
+        (torch.float16, {"heads": 16, "kv_heads": 2, "queries": 1, **WIDE}),
+        (torch.float16, {"heads": 6, "kv_heads": 2, "queries": 2, **NARROW}),
+        (torch.bfloat16, {"heads": 3, "kv_heads": 1, "queries": 5, **NARROW}),
+        (torch.bfloat16, {"heads": 32, "kv_heads": 2, "queries": 1, **WIDE}),
+        (torch.float16, {"heads": 1, "kv_heads": 1, "queries": 16, **WIDE}),
+    ],
+    ids=str,
+)
+def test_sizes(sizes: dict[str, Any], dtype: torch.dtype, launches: list[int]) -> None:
+    tensors = made(dtype, capacity=777, **sizes)
+    expected = oracle(*tensors, [777, 400], paper)
+    check(run(tensors, [777, 400]), expected, TOLERANCES[dtype])
+    check(run(tensors, [777, 400], splits=1), expected, TOLERANCES[dtype])
+    assert launches == [0, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("policy", ["paper", "yarn"])
+def test_short_caches_and_what_lies_beyond_them(policy: str, splits: int, launches: list[int]) -> None:
+    chosen, betas = LOWERED[policy]
+    lengths = [0, 1, 2, 127, 128, 129, 700]
+    tensors = made(batch=7)
+    expected = oracle(*tensors, lengths, betas)
+    for b, length in enumerate(lengths):
+        for cache in tensors[1:]:
+            cache[b, :, length:] = math.nan
+    result = run(tensors, lengths, policy=chosen, splits=splits)
+    check(result, expected, 3e-2)
+    assert bool((result.output[0] == 0).all())
+    assert launches == [splits]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"window": 5}, {"window": 300}, {"softcap": 3.0}, {"scale": 0.2}], ids=str)
+@pytest.mark.parametrize("policy", ["paper", "yarn"])
+def test_options(policy: str, options: dict[str, Any], launches: list[int]) -> None:
+    chosen, betas = LOWERED[policy]
+    tensors = made()
+    result = run(tensors, [697, 4], policy=chosen, splits=2, **options)
+    check(result, oracle(*tensors, [697, 4], betas, **options), 3e-2)
+    assert launches == [2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [0, 1, 5, 17, 132])
+@pytest.mark.parametrize("spread", ["equal", "ragged"])
+def test_many_turns_and_groups_that_straddle_them(
+    splits: int, spread: str, launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = made(batch=40, heads=16, kv_heads=8, queries=1, capacity=1900)
+    lengths = torch.randint(0, 1901, (40,), generator=torch.Generator().manual_seed(0)).to("cuda", torch.int32)
+    valid = lengths if spread == "ragged" else None
+    results = [run(tensors, valid, splits=splits) for _ in range(3)]
+    agree(results[0], portable(monkeypatch, tensors, valid), 3e-2)
+    for again in results[1:]:
+        torch.testing.assert_close(again.output, results[0].output, atol=0, rtol=0)
+        torch.testing.assert_close(again.beta, results[0].beta, atol=0, rtol=0)
+    assert len(launches) == 3
+
+
+@pytest.mark.gpu
+def test_long_caches(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = made(batch=1, heads=16, kv_heads=2, queries=1, capacity=131072, deviation=4.0, **WIDE)
+    result = run(tensors)
+    agree(result, portable(monkeypatch, tensors), 3e-2)
+    assert float((result.beta > 1.3).float().mean()) > 0.8
+    assert launches == [0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [1024.0, -1024.0])
+def test_an_offset_of_the_logits_changes_nothing(offset: float, launches: list[int]) -> None:
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "capacity": 300, **NARROW}
+    query, key, value = exact_inputs(**sizes)
+    result = run((query, with_offset(key, offset), value), splits=2, scale=0.25)
+    check(result, oracle(query, key, value, [300, 300], paper, scale=0.25), 3e-2)
+    assert launches == [2]
+
+
+@pytest.mark.gpu
+def test_one_huge_logit_and_equal_logits(launches: list[int]) -> None:
+    query, key, value = made()
+    key[0] = 1.0
+    key[1, :, 7] *= 100
+    check(run((query, key, value), splits=2), oracle(query, key, value, [700, 700], paper), 3e-2)
+    assert launches == [2]
+
+
+@pytest.mark.gpu
+def test_strides_do_not_matter(launches: list[int]) -> None:
+    tensors = made()
+    query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
+    wider = torch.cat([key, key], -1)[..., : key.shape[-1]]
+    torch.testing.assert_close(run((query, wider, value)).output, run(tensors).output, atol=0, rtol=0)
+    assert launches == [0, 0]
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_the_lengths(launches: list[int]) -> None:
+    tensors = made(queries=1)
+    lengths = lengths_of([700, 300], "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(tensors, lengths)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run(tensors, lengths)
+    assert launches == [0, 0]
+    for now in ([700, 300], [0, 699], [1, 77]):
+        lengths.copy_(lengths_of(now))
+        for _ in range(3):
+            graph.replay()
+        check(result, oracle(*tensors, now, paper), 3e-2)
+
+
+@pytest.mark.gpu
+def test_two_at_once_do_not_wait_for_each_other(launches: list[int]) -> None:
+    tensors = made(batch=16, heads=16, kv_heads=8, queries=1, capacity=1900)
+    expected = run(tensors)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(run(tensors))
+    torch.cuda.synchronize()
+    for result in results:
+        torch.testing.assert_close(result.output, expected.output, atol=0, rtol=0)
+    assert len(launches) == 41
+
+
+@pytest.mark.gpu
+def test_large_calls_take_it_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    launch = decode_hopper.decode
+    monkeypatch.setattr(decode_hopper, "decode", lambda *arguments: (taken.append(True), launch(*arguments)))
+    decode_attention(*made(heads=8, kv_heads=8, capacity=4096))
+    assert taken == [True]
+    decode_attention(*made())
+    assert taken == [True]
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
+    monkeypatch.setattr(hopper, "processors", lambda _: 132)
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+
+
+@pytest.mark.usefixtures("as_on_hopper")
+def test_what_is_served() -> None:
+    def refusal(sizes: dict[str, Any], dtype: torch.dtype = torch.float16, **more: Tensor) -> str:
+        tensors = inputs(**(NARROW | sizes), dtype=dtype)
+        return decode_hopper.refusal(*tensors, more.get("table"), more.get("mask"))
+
+    assert not refusal({})
+    assert not refusal({"heads": 16, "kv_heads": 1, "queries": 1, **WIDE})
+    assert not refusal({"capacity": 132 * 15 * 128})
+    assert "do not fit" in refusal({"batch": 1, "heads": 1, "kv_heads": 1, "capacity": 132 * 15 * 128 + 1})
+    assert "more than 16 queries" in refusal({"heads": 16, "kv_heads": 1, "queries": 2})
+    assert "64 or 128 columns" in refusal({"dim": 96, "value_dim": 96})
+    assert "two-byte" in refusal({}, torch.float32)
+    assert "as wide" in refusal({"value_dim": 128})
+    assert "mask" in refusal({}, mask=padding())
+    assert "pages" in refusal({}, table=torch.zeros(2, 4, dtype=torch.int32))
+    assert "empty" in refusal({"capacity": 0})
+    query, key, value = inputs(**NARROW, dtype=torch.float16)
+    assert "contiguous" in decode_hopper.refusal(query, key.mT.contiguous().mT, value, None, None)
+    assert "contiguous" in decode_hopper.refusal(query.mT.contiguous().mT, key, value, None, None)
+
+
+def test_other_devices_and_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = inputs(**NARROW, dtype=torch.float16)
+    assert "other than Hopper" in decode_hopper.refusal(*tensors, None, None)
+    monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
+    monkeypatch.setattr(hopper, "RUN_WITH", ())
+    assert "versions of Triton" in decode_hopper.refusal(*tensors, None, None)
+
+
+@pytest.mark.usefixtures("as_on_hopper")
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((1, 8, 1024), False), ((1, 8, 8192), True), ((64, 8, 1024), True), ((1, 1, 4096), False)]
+)
+def test_when_it_pays(shape: tuple[int, int, int], expected: bool) -> None:
+    assert decode_hopper.pays(torch.empty((*shape, 64), device="meta")) is expected
+
+
+def test_suitable_splits() -> None:
+    for groups in (1, 2, 8, 24, 64, 133, 512, 5000):
+        for blocks in (1, 2, 15, 16, 64, 200, 1024, 1980):
+            least = -(-blocks // 15)
+            splits = decode_hopper.suitable_splits(groups, blocks, least, 132)
+            assert least <= splits <= max(least, min(132, blocks)), (groups, blocks)
+    assert decode_hopper.suitable_splits(8, 64, 5, 132) == 16  # one turn, 128 of 132 programs
+    assert decode_hopper.suitable_splits(512, 8, 1, 132) == 1  # enough heads for all
+
+
+COMPILE = """
+import torch, triton
+from triton._utils import canonicalize_dtype
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from sharpmax.torch.triton import decode_hopper, hopper, decode_hopper_kernel
+
+FLOATS = ("parts", "stats", "betas", "shares", "sums")
+
+def type_of(name, made, flags):
+    dtype = canonicalize_dtype(made.base.dtype)
+    if name.endswith("_desc"):
+        return f"tensordesc<{dtype}{made.block_shape},{made.layout!r}>"
+    if name in ("query", "output"):
+        return f"*{dtype}"
+    if name in flags:
+        return "constexpr"
+    if name in ("lengths", "counters"):
+        return "*i32"
+    return "*fp32" if name in FLOATS else "i32" if name in decode_hopper_kernel.WHOLE_NUMBERS else "fp32"
+
+for width, dtype, rows, columns, splits in ((128, torch.bfloat16, 8, 8, 64), (64, torch.float16, 12, 16, 1)):
+    made = hopper.descriptor(torch.zeros(1, 1, 256, width, dtype=dtype), decode_hopper.KEYS)
+    kernel = decode_hopper_kernel.hopper_decode_kernel
+    flags = {
+        "ROWS": rows, "COLUMNS": columns, "QUERIES": 1, "CAPPED": False, "ENTROPY": True, "KEYS": decode_hopper.KEYS,
+        "STAGES": decode_hopper.STAGES[width], "TILES": decode_hopper.TILES[columns], "SPLITS": splits, "LINES": 1,
+        "CHUNK": decode_hopper.PARTS,
+    }
+    source = GluonASTSource(kernel, {name: type_of(name, made, flags) for name in kernel.arg_names}, flags)
+    options = {"num_warps": decode_hopper.WARPS, "launch_cooperative_grid": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print("kernel", compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
+"""
+
+
+def test_it_compiles_for_hopper_without_a_gpu_and_keeps_both_products() -> None:
+    pytest.importorskip("triton.experimental.gluon._runtime")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [tuple(map(int, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("kernel")]
+    assert [products for _, products in found] == [2 * 2 * 8, 2 * 2 * 4]
+    assert max(shared for shared, _ in found) <= 227 * 1024  # what a program may have
