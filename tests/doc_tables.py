@@ -153,9 +153,24 @@ def decode_speed() -> str:
     for case in load("benchmarks/results/decode_cuda.json")["results"]:
         times = case["milliseconds"]
         best = times[case["best_stock"]]
-        cells = [f"{times[name]:.4f} ({times[name] / best:.2f}x)" for name in ("sharpmax", "sharpmax paged")]
+        names = ("sharpmax", "sharpmax, portable", "sharpmax paged")
+        cells = [f"{times[name]:.4f} ({times[name] / best:.2f}x)" for name in names]
         lines.append([f"{case['batch']}", f"{case['length']:,}", f"{best:.4f} ({case['best_stock']})", *cells])
-    return markdown(["batch", "keys", "best stock, ms", "sharpmax, ms", "paged, ms"], lines)
+    return markdown(["batch", "keys", "best stock, ms", "sharpmax, ms", "portable kernels, ms", "paged, ms"], lines)
+
+
+def decode_phrases() -> list[str]:
+    """What docs/attention.md says of decoding beside the table."""
+    steps = load("benchmarks/results/decode_cuda.json")["results"]
+    shares = [100 * step["share_beta_above_1_3"] for step in steps]
+    times = [step["milliseconds"] for step in steps]
+    paged = [100 * (t["sharpmax paged"] / t["sharpmax, portable"] - 1) for t in times]
+    between = [t["sharpmax, policy between kernels"] - t["sharpmax, portable"] for t in times]
+    return [
+        f"beta exceeds 1.3 in {min(shares):.0f} to {max(shares):.0f} % of the rows",
+        f"Pages of 16 keys cost {min(paged):.0f} to {max(paged):.0f} % more than a contiguous cache does there",
+        f"costs {min(between):.2f} to {max(between):.2f} ms more a step",
+    ]
 
 
 def packed_speed() -> str:
@@ -264,6 +279,7 @@ def attention_doc_phrases() -> list[str]:
     return [
         tiles_phrase(),
         *short_phrases(),
+        *decode_phrases(),
         f"forward takes {ranges['forward']} times as long as cuDNN",
         f"{ranges['flash forward']} times as long as FlashAttention 2 (at 64 columns "
         f"{ranges['narrow flash forward']} times)",
