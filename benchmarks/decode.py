@@ -6,7 +6,7 @@ bfloat16, 8 key heads with 8 query heads each, head size 128, one query. Stock i
 scaled_dot_product_attention by cuDNN and by flash attention, each as torch takes grouped heads (``enable_gqa``) and
 with the heads of a group packed as rows of one query, which reads the cache once; the fastest counts. All run as CUDA
 graphs, in turn, round after round, each graph several calls on several caches that together exceed the cache of the
-card. Bandwidth counts keys and values once.
+card. Caches are full, and lengths are given where there are pages alone. Bandwidth counts keys and values once.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def stock(backend: SDPBackend, packed: bool) -> Call:
 
 def adaptive(policy: Any = sharpmax.PAPER, splits: int = 0) -> Call:
     if splits == 0:
-        return lambda given: plain(decode_attention(*given, policy=policy, impl="triton"))
+        return lambda given: plain(decode_attention(*given[:3], policy=policy, impl="triton"))
 
     def call(given: Inputs) -> Tensor:
-        cache = _Cache(given.key, given.value, None, given.lengths)
+        cache = _Cache(given.key, given.value, None, None)
         geometry = geometry_of(given.query, "lower_right", None, None, None)
         return plain(_triton_attention(given.query, cache, geometry, policy, False, splits))
 
@@ -109,7 +109,7 @@ def portable_kernels() -> Iterator[None]:
 
 def portable(given: Inputs) -> Tensor:
     with portable_kernels():
-        return plain(decode_attention(*given, impl="triton"))
+        return plain(decode_attention(*given[:3], impl="triton"))
 
 
 def paged(batch: int, length: int) -> Call:
@@ -165,7 +165,7 @@ def measured(batch: int, length: int, rounds: int, splits: list[int]) -> dict[st
         }
     given = [made(batch, length) for _ in range(copies)]
     first = given[0]
-    statistic: Any = decode_attention(*first, impl="triton", return_stats=True)
+    statistic: Any = decode_attention(*first[:3], impl="triton", return_stats=True)
     result["share_beta_above_1_3"] = round((statistic.beta > 1.3).float().mean().item(), 4)
     del statistic
 

@@ -59,9 +59,9 @@ def decode_attention(
       key, value: ``[B, Hkv, capacity, D]`` and ``[B, Hkv, capacity, Dv]``, of any strides; ``Hq`` is a multiple of
         ``Hkv``.
       cache_lengths: whole numbers ``[B]``, how many keys are valid (those of the queries included); all if not given.
-        What lies beyond is not read. A query without any valid key gets zeros.
+        What lies beyond has no influence, whatever it holds. A query without any valid key gets zeros.
       key_mask: booleans ``[B, capacity]``, False where padding hides a key from every query, such as that before a
-        prompt shorter than the others. What it hides is not read.
+        prompt shorter than the others. What it hides has no influence.
       scale: what products of query and key are multiplied by, ``1 / sqrt(D)`` if not given.
       policy: any callable that maps RowStats to beta.
       window: ``w``: a query sees the ``w`` latest keys up to its own position; or ``(left, right)``, of which ``left``
@@ -239,6 +239,8 @@ def _triton_attention(
     from .triton import decode as kernels
 
     key, value, table, lengths, mask = cache
+    if geometry.left != ALL:
+        geometry = geometry._replace(left=min(geometry.left, kernels.capacity_of(key, table)))  # which int32 holds
     scale, softcap, left = geometry.scale, geometry.softcap, geometry.left
     form = lowered(policy)
     if form is not None and mask is not None and form.variable == "log_count" and len(form.coefficients) > 1:

@@ -64,6 +64,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(decode_hopper, "decode", counted)
     monkeypatch.setattr(decode_hopper, "LEAST_TILES", 0)
+    monkeypatch.setattr(decode_hopper, "MOST_TURNS", math.inf)
     return asked
 
 
@@ -301,10 +302,24 @@ def test_other_devices_and_versions_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("as_on_hopper")
 @pytest.mark.parametrize(
-    ("shape", "expected"), [((1, 8, 1024), False), ((1, 8, 8192), True), ((64, 8, 1024), True), ((1, 1, 4096), False)]
+    ("shape", "left", "expected"),
+    [
+        ((1, 8, 1024), -1, (False, False)),
+        ((1, 8, 8192), -1, (True, True)),
+        ((1, 8, 131072), -1, (True, True)),
+        ((1, 1, 4096), -1, (False, False)),
+        ((64, 8, 1024), -1, (True, True)),
+        ((64, 8, 8192), -1, (True, False)),  # 20 turns, of which all but a few may be for nothing
+        ((1, 8, 32768), 100, (False, False)),  # a window of two tiles
+        ((1, 8, 32768), 30000, (True, True)),
+        ((64, 8, 32768), 30000, (False, False)),
+    ],
+    ids=str,
 )
-def test_when_it_pays(shape: tuple[int, int, int], expected: bool) -> None:
-    assert decode_hopper.pays(torch.empty((*shape, 64), device="meta")) is expected
+def test_when_it_pays(shape: tuple[int, int, int], left: int, expected: tuple[bool, bool]) -> None:
+    query, key = (torch.empty(size, device="meta") for size in ((shape[0], shape[1], 1, 64), (*shape, 64)))
+    found = [decode_hopper.pays(query, key, left, lengths_given=given) for given in (False, True)]
+    assert tuple(found) == expected
 
 
 def test_suitable_splits() -> None:

@@ -101,6 +101,12 @@ def test_options(options: dict[str, Any], policy: str) -> None:
     check(result, oracle(*tensors, [197, 4], betas, **options), 1e-5)
 
 
+@pytest.mark.parametrize("window", [2**31, 2**40])
+def test_a_window_longer_than_any_cache(window: int) -> None:
+    tensors = inputs(device=DEVICE)
+    check(run(tensors, [70, 1], window=window, splits=2), oracle(*tensors, [70, 1], paper), 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 @pytest.mark.parametrize(
     "sizes",

@@ -151,7 +151,9 @@ def decode(
     if stats.numel() == 0:
         return output, stats, beta
     with torch.cuda.device_of(query):
-        if not decode_hopper.refusal(query, key, value, table, mask) and decode_hopper.pays(key):
+        if not decode_hopper.refusal(query, key, value, table, mask) and decode_hopper.pays(
+            query, key, left, lengths_given=lengths is not None
+        ):
             decode_hopper.decode(
                 query, key, value, lengths, scale, softcap, left, entropy, numbers, splits, (output, stats, beta)
             )

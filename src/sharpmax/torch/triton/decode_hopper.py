@@ -1,4 +1,8 @@
-"""Which decoding calls the kernel for Hopper takes, and its launch; all others are for the portable kernels."""
+"""Which decoding calls the kernel for Hopper takes, and its launch; all others are for the portable kernels.
+
+All programs of the launch run at once, one on each processor of the device. In a context that has fewer of them, CUDA
+refuses the launch with an error that says so.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,17 @@ WARPS = 4
 OVERHEAD = 1.5
 """What a split costs beside its tiles, in tiles."""
 LEAST_TILES: float = 2
-"""Tiles of keys for each processor, below which the start takes too long; measured on an H200."""
+"""Tiles of keys for each processor, below which the portable kernels are taken."""
+MOST_TURNS: float = 5
+"""The most splits of a program where lengths are given: one without any key takes its time, too."""
 PARTS = 64
 """Rows of partial outputs that a program adds up at a time."""
 
 
 def refusal(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, mask: Tensor | None) -> str:
     """What the kernel does not serve of a call, or nothing where it serves all of it."""
+    if not hopper.is_hopper(query.device) or hopper.version() not in hopper.RUN_WITH:
+        return "other than Hopper GPUs and the versions of Triton that it was run with"
     if table is not None or mask is not None:
         return "pages or a mask"
     if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] not in STAGES:
@@ -40,11 +48,18 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, mas
         return f"more than {max(TILES)} queries for a head of the cache"
     if query.stride(-1) != 1 or hopper.strides(key) is None or hopper.strides(value) is None:
         return "rows that are not contiguous or do not begin at multiples of 16 bytes"
-    if not hopper.is_hopper(query.device) or hopper.version() not in hopper.RUN_WITH:
-        return "other than Hopper GPUs and the versions of Triton that it was run with"
     if _least_splits(query, key) > hopper.processors(query.device):
         return "caches whose logits do not fit into shared memory"
     return ""
+
+
+def pays(query: Tensor, key: Tensor, left: int, *, lengths_given: bool) -> bool:
+    """Whether to take the kernel where it serves: with keys for all processors, and not too many splits without any."""
+    groups, blocks = key.shape[0] * key.shape[1], -(-key.shape[2] // KEYS)
+    programs = hopper.processors(query.device)
+    seen = blocks if left < 0 else min(blocks, (left + query.shape[2]) // KEYS + 2)
+    turns = -(-groups * suitable_splits(groups, blocks, _least_splits(query, key), programs) // programs)
+    return groups * seen >= LEAST_TILES * programs and (turns <= MOST_TURNS or not (lengths_given or left >= 0))
 
 
 def decode(
@@ -87,12 +102,6 @@ def decode(
         STAGES=STAGES[dim], TILES=TILES[columns], SPLITS=1 << (splits - 1).bit_length(), LINES=lines,
         CHUNK=PARTS // lines, num_warps=WARPS, launch_cooperative_grid=True, **OPTIONS,
     )  # fmt: skip
-
-
-def pays(key: Tensor) -> bool:
-    """Whether to take the kernel where it serves."""
-    batch, heads, capacity, _ = key.shape
-    return batch * heads * -(-capacity // KEYS) >= LEAST_TILES * hopper.processors(key.device)
 
 
 @functools.lru_cache(4096)
