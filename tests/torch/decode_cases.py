@@ -133,6 +133,26 @@ def lengths_of(values: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+def nan_beyond(lengths: list[int], *caches: Tensor) -> None:
+    """Put NaN where nothing is valid."""
+    for cache in caches:
+        for b, length in enumerate(lengths):
+            cache[b, :, length:] = math.nan
+
+
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A call as a CUDA graph, and where its result will be."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
 def paged(cache: Tensor, lengths: list[int], page_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """A cache ``[B, heads, capacity, D]`` as scattered pages, NaN where nothing is valid, and its block table."""
     batch, heads, capacity, dim = cache.shape

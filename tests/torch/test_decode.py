@@ -26,6 +26,7 @@ from .decode_cases import (
     exact_inputs,
     inputs,
     lengths_of,
+    nan_beyond,
     oracle,
     padding,
     paged,
@@ -81,9 +82,7 @@ def test_short_caches_and_what_lies_beyond_them(queries: int) -> None:
     query, key, value = inputs(batch=4, queries=queries)
     lengths = [0, 1, 2, 70]
     expected = oracle(query, key, value, lengths, paper)
-    for b, length in enumerate(lengths):
-        key[b, :, length:] = math.nan
-        value[b, :, length:] = math.nan
+    nan_beyond(lengths, key, value)
     result = decode_attention(query, key, value, lengths_of(lengths), return_stats=True)
     check(result, expected, 1e-5)
     assert isinstance(result, Attention)

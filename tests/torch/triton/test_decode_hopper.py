@@ -17,10 +17,12 @@ from sharpmax.torch.checks import geometry_of
 from sharpmax.torch.decode import Attention, _Cache, _triton_attention, decode_attention
 from tests.torch.decode_cases import (
     POLICIES,
+    captured,
     check,
     exact_inputs,
     inputs,
     lengths_of,
+    nan_beyond,
     oracle,
     padding,
     paper,
@@ -141,9 +143,7 @@ def test_short_caches_and_what_lies_beyond_them(policy: str, splits: int, launch
     lengths = [0, 1, 2, 127, 128, 129, 700]
     tensors = made(batch=7)
     expected = oracle(*tensors, lengths, betas)
-    for b, length in enumerate(lengths):
-        for cache in tensors[1:]:
-            cache[b, :, length:] = math.nan
+    nan_beyond(lengths, *tensors[1:])
     result = run(tensors, lengths, policy=chosen, splits=splits)
     check(result, expected, 3e-2)
     assert bool((result.output[0] == 0).all())
@@ -219,14 +219,7 @@ def test_strides_do_not_matter(launches: list[int]) -> None:
 def test_a_captured_graph_follows_the_lengths(launches: list[int]) -> None:
     tensors = made(queries=1)
     lengths = lengths_of([700, 300], "cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(tensors, lengths)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run(tensors, lengths)
+    graph, result = captured(lambda: run(tensors, lengths))
     assert launches == [0, 0]
     for now in ([700, 300], [0, 699], [1, 77]):
         lengths.copy_(lengths_of(now))

@@ -23,10 +23,12 @@ from tests.torch.decode_cases import (
     MASKED_POLICIES,
     POLICIES,
     SpreadOverTen,
+    captured,
     check,
     exact_inputs,
     inputs,
     lengths_of,
+    nan_beyond,
     oracle,
     padding,
     paged,
@@ -131,9 +133,7 @@ def test_short_caches_and_what_lies_beyond_them(policy: str, splits: int) -> Non
     lengths = [0, 1, 2, 70]
     tensors = inputs(batch=4, queries=2, device=DEVICE)
     expected = oracle(*tensors, lengths, betas)
-    for b, length in enumerate(lengths):
-        for cache in tensors[1:]:
-            cache[b, :, length:] = math.nan
+    nan_beyond(lengths, *tensors[1:])
     result = run(tensors, lengths, policy=chosen, splits=splits)
     check(result, expected, 1e-5)
     assert bool((result.output[0] == 0).all())
@@ -271,15 +271,9 @@ def test_a_captured_graph_follows_the_lengths(policy: str) -> None:
     chosen, betas = POLICIES[policy]
     query, key, value = inputs(capacity=600, queries=1, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
     lengths = lengths_of([600, 300], "cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            decode_attention(query, key, value, lengths, policy=chosen, impl="triton")
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = decode_attention(query, key, value, lengths, policy=chosen, impl="triton", return_stats=True)
+    graph, result = captured(
+        lambda: decode_attention(query, key, value, lengths, policy=chosen, impl="triton", return_stats=True)
+    )
     for now in ([600, 300], [0, 599], [1, 77]):
         lengths.copy_(lengths_of(now))
         graph.replay()

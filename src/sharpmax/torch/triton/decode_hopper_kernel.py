@@ -25,10 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_kernel import advance, load_tile, lowered_beta, synchronize
+from .decode_kernel import LOG2E, MASKED
+from .hopper_kernel import advance, ex2, load_tile, lowered_beta, synchronize
 
-LOG2E = gl.constexpr(1.4426950408889634)
-MASKED = gl.constexpr(-1e30)
 WHOLE_NUMBERS = (
     "stride_qb", "stride_qh", "stride_ql", "stride_part", "stride_stats",
     "heads", "capacity", "splits", "left", "items",
@@ -102,12 +101,6 @@ def _prefetch(cursor, ring, sizes, lengths, STAGES: gl.constexpr, QUERIES: gl.co
 
 
 @gluon.jit
-def _ex2(x):
-    """The hardware's ``2^x`` without the steps that keep subnormal results."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _joined(high, total, moment, other_high, other_total, other_moment):
     """Statistics of two parts together."""
     top = gl.maximum(high, other_high)
@@ -175,14 +168,14 @@ def _pass_keys(
         stage, phase = advance(stage, phase, STAGES)
         z = z * scale
         if CAPPED:
-            z = softcap * (1.0 - 2.0 / (1.0 + _ex2(z * (2.0 * LOG2E / softcap))))
+            z = softcap * (1.0 - 2.0 / (1.0 + ex2(z * (2.0 * LOG2E / softcap))))
         key = gl.expand_dims(first + i * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout)), 1)
         seen = (key < last) & (key <= gl.expand_dims(newest, 0)) & (key >= gl.expand_dims(earliest, 0))
         z = gl.where(seen, z, MASKED)
         kept.index(slot + i).store(z)
         higher = z > high
         gap = gl.where(higher, high - z, z - high)
-        scaled = _ex2(gap * LOG2E)
+        scaled = ex2(gap * LOG2E)
         moment = gl.where(higher, scaled * (moment + gap * total), moment + scaled * gap)
         total = gl.where(higher, scaled * total + 1.0, total + scaled)
         high = gl.where(higher, z, high)
@@ -208,7 +201,7 @@ def _pass_values(
     weight = gl.zeros([KEYS, COLUMNS], gl.float32, layout=layout)
     for i in range(_count(first, last, KEYS)):
         z = kept.index(slot + i).load(layout)
-        w = gl.where(z >= lowest, _ex2(factor * (z - peak)), 0.0)
+        w = gl.where(z >= lowest, ex2(factor * (z - peak)), 0.0)
         weight += w
         w_tile.permute([1, 0]).store(w.to(dtype))
         start = first + i * KEYS

@@ -58,7 +58,7 @@ def _by_thread(tile):
 
 
 @gluon.jit
-def _ex2(x):
+def ex2(x):
     """The hardware's ``2^x`` without the steps that keep subnormal results."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -72,9 +72,9 @@ def _product(a, b):
 @gluon.jit
 def _added(exponent, new, highest, total, moment):
     """Statistics with those of logits whose exponents are relative to the new maximum."""
-    power = _ex2(exponent)
+    power = ex2(exponent)
     step = gl.maximum(highest - new, NOTHING)
-    fade = _ex2(step)
+    fade = ex2(step)
     moment = fade * (moment + step * total) + gl.sum(power * exponent, 2)
     total = fade * total + gl.sum(power, 2)
     return new, total, moment
@@ -105,7 +105,7 @@ def _merged(highest, total, moment):
     """Statistics of the rows, from those of the four threads of each; the same bits in all four."""
     top = gl.max(highest, 1)
     step = gl.maximum(highest - gl.expand_dims(top, 1), NOTHING)
-    fade = _ex2(step)
+    fade = ex2(step)
     return top, gl.sum(_product(fade, total), 1), gl.sum(_product(fade, moment + step * total), 1)
 
 
