@@ -240,8 +240,8 @@ def attention_phrases() -> list[str]:
         f"{ranges['detached']} times (up to",
         "Of FlashAttention 2's time, at 128 columns and up to 32,768 tokens, "
         f"forward takes {ranges['flash forward']} times, with backward {ranges['flash forward+backward']} times",
-        f"{ranges['decode']} times the best stock decode on full caches, "
-        f"with the portable kernels {ranges['portable']} times, from pages {ranges['paged']} times",
+        f"{ranges['decode']} times the best stock decode on full caches",
+        f"lengths of their own take, {ranges['portable']} times; from pages {ranges['paged']} times",
     ]
 
 

@@ -1,8 +1,8 @@
 """Decoding on the GPU, as custom operators: how the cache is split, and the launches.
 
-``decode`` evaluates a lowered policy within the kernels. Any other policy is called between ``decode_stats``, which
-returns logits and statistics, and ``decode_values``. Nothing here waits for the device or reads from it, and every
-shape follows from shapes, so that all of it may be captured in a CUDA graph.
+``decode`` evaluates a lowered policy within the kernels, or within the one for Hopper (``decode_hopper``). Any other
+policy is called between ``decode_stats``, which returns logits and statistics, and ``decode_values``. Nothing waits
+here for the device or reads from it, and shapes follow from shapes, so that all of it may be captured in a CUDA graph.
 
 A contiguous cache is ``[B, heads, capacity, D]``; a paged one ``[pages, page size, heads, D]`` with a block table.
 ``mask``, ``[B, capacity]``, is False where a key is hidden.
