@@ -67,13 +67,15 @@ def attend_arguments(
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_opcheck_of_row_stats_streaming(kind: str, geometry: str) -> None:
     arguments = stats_arguments(kind, GEOMETRIES[geometry], geometry == "full")
-    torch.library.opcheck(ops.row_stats, arguments)
+    torch.library.opcheck(ops.row_stats.opaque, arguments)
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "lengths", "packed"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_opcheck_of_attend_streaming(kind: str, geometry: str) -> None:
-    torch.library.opcheck(ops.attend, attend_arguments(kind, GEOMETRIES[geometry], 0.2 if geometry == "full" else 0.0))
+    torch.library.opcheck(
+        ops.attend.opaque, attend_arguments(kind, GEOMETRIES[geometry], 0.2 if geometry == "full" else 0.0)
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "lengths", "packed"])
@@ -92,14 +94,14 @@ def test_opcheck_of_the_backward_operators_streaming(kind: str, dtype: torch.dty
         need_mask,
         "streaming",
     )
-    torch.library.opcheck(ops.row_stats_backward, arguments)
+    torch.library.opcheck(ops.row_stats_backward.opaque, arguments)
     bare = [x.detach() if isinstance(x, Tensor) else x for x in attend_arguments(kind, geometry, 0.0, dtype)]
     bare[3] = bare[3].float()
     out, lse = ops.attend(*bare)
     results = (out, lse, torch.randn_like(out))
     for need_beta in (False, True):
         arguments = (*bare[:10], *results, geometry.numbers, 0.0, need_beta, need_mask, "streaming")
-        torch.library.opcheck(ops.attend_backward, arguments)
+        torch.library.opcheck(ops.attend_backward.opaque, arguments)
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "lengths", "packed"])
@@ -264,8 +266,10 @@ def test_opcheck_with_a_policy_inside(policy: str, kind: str) -> None:
     pytest.importorskip("triton")
     leaves, geometry, given = policy_call(kind)
     rule = numbers(POLICIES[policy])
-    torch.library.opcheck(fused.sharpened_query, (*leaves[:2], *given, geometry.numbers, *rule))
-    torch.library.opcheck(fused.adaptive_attention, (*leaves, *given, None, None, None, geometry.numbers, *rule, 0.0))
+    torch.library.opcheck(fused.sharpened_query.opaque, (*leaves[:2], *given, geometry.numbers, *rule))
+    torch.library.opcheck(
+        fused.adaptive_attention.opaque, (*leaves, *given, None, None, None, geometry.numbers, *rule, 0.0)
+    )
 
 
 @pytest.mark.thorough
@@ -277,10 +281,12 @@ def test_opcheck_of_the_backward_with_a_policy_inside() -> None:
     scaled, top, total, moment, _, beta = fused.sharpened_query(q, k, *given, geometry.numbers, *rule)
     stats = (q, k, top, total, moment)
     for saved in ((*given, *stats), (None,) * 7):
-        torch.library.opcheck(fused.sharpened_query_backward, (scaled, beta, *saved, geometry.numbers, *rule[:-1]))
+        torch.library.opcheck(
+            fused.sharpened_query_backward.opaque, (scaled, beta, *saved, geometry.numbers, *rule[:-1])
+        )
     results = fused.adaptive_attention(q, k, v, *given, None, None, None, geometry.numbers, *rule, 0.0)
     arguments = (q, k, v, *given, None, None, None, *results, torch.ones_like(results[0]), geometry.numbers, *rule, 0.0)
-    torch.library.opcheck(fused.adaptive_attention_backward, arguments)
+    torch.library.opcheck(fused.adaptive_attention_backward.opaque, arguments)
 
 
 @pytest.mark.parametrize("policy", ["detached", "length", "constant"])

@@ -11,14 +11,14 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from ..core.policies import PAPER, Detached, Policy, lowered, needs_spread
 from ..core.stats import RowStats
 from ..mechanisms import Mechanism
 from . import choice, fused, mechanisms, ops, reference
 from .blocks import accumulation
-from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked
+from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked, full_precision
 from .geometry import LARGEST_POLYNOMIAL, visible_counts
 from .learnable import Learnable
 
@@ -123,7 +123,7 @@ def scaled_dot_product_attention(
     if held is not None:
         return inputs.restore(mechanisms.attention(held, inputs, dropout_p, impl))
     chosen = choice.choose(impl, inputs, policy, may_round=True)
-    with torch.autocast(device_type=inputs.q.device.type, enabled=False):
+    with full_precision(inputs.q):
         if not return_stats:
             if (beta := _beta_without_statistics(inputs, policy)) is not None:
                 return inputs.restore(_attend(inputs, beta, torch.zeros_like(beta), chosen, dropout_p))
@@ -162,7 +162,7 @@ def row_stats(
         enable_gqa=enable_gqa,
     )  # fmt: skip
     chosen = choice.choose(impl, inputs, None)
-    with torch.autocast(device_type=inputs.q.device.type, enabled=False):
+    with full_precision(inputs.q):
         stats = _statistics(inputs, chosen, with_min)
     return RowStats(*(None if field is None else inputs.restore(field) for field in stats))
 
@@ -291,15 +291,26 @@ def _backends(device: torch.device) -> Any:
 
     ``torch.compile`` does not trace these switches: there the choice is torch's.
     """
-    cuda = torch.backends.cuda
     if (
         torch.compiler.is_compiling()
         or choice.compute_capability(device) not in (9, 10)
-        or not cuda.cudnn_sdp_enabled()
+        or not torch.backends.cuda.cudnn_sdp_enabled()
     ):
         return contextlib.nullcontext()
-    order = [SDPBackend.CUDNN_ATTENTION]
-    order += [SDPBackend.FLASH_ATTENTION] if cuda.flash_sdp_enabled() else []
-    order += [SDPBackend.EFFICIENT_ATTENTION] if cuda.mem_efficient_sdp_enabled() else []
-    order += [SDPBackend.MATH] if cuda.math_sdp_enabled() else []
-    return sdpa_kernel(order, set_priority=True)
+    return _CudnnFirst()
+
+
+class _CudnnFirst:
+    """Within it, torch's attention tries cuDNN before its other backends.
+
+    What ``sdpa_kernel(..., set_priority=True)`` does, without setting every switch twice, which takes the host longer
+    than the call within.
+    """
+
+    def __enter__(self) -> None:
+        first = SDPBackend.CUDNN_ATTENTION.value
+        self.before = torch._C._get_sdp_priority_order()
+        torch._C._set_sdp_priority_order([first, *(backend for backend in self.before if backend != first)])
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_sdp_priority_order(self.before)

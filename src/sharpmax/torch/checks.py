@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -105,6 +106,12 @@ def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     to = torch.get_autocast_dtype(kind)
     narrow = (torch.float16, torch.bfloat16, torch.float32)
     return tuple(x.to(to) if isinstance(x, Tensor) and x.dtype in narrow else x for x in tensors)
+
+
+def full_precision(x: Tensor) -> Any:
+    """Autocast has done its casts before; in here, float32 stays float32."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from ..core.softmax import softmax
 from ..core.stats import RowStats, row_stats
 from .attention import Attention, row_betas
 from .blocks import accumulation
-from .checks import WHOLE, Window, check_policy, forward_mode, geometry_of, has_tangent
+from .checks import WHOLE, Window, check_policy, forward_mode, full_precision, geometry_of, has_tangent
 from .choice import HAS_TRITON
 from .geometry import ALL, LARGEST_HEAD, Geometry, visible_counts
 
@@ -161,7 +161,7 @@ def _attention(
             run = _triton_attention
         elif impl == "triton":
             raise ValueError(f"{obstacle}; use impl='torch'")
-    with torch.autocast(device_type=query.device.type, enabled=False):
+    with full_precision(query):
         return run(query, cache, geometry, policy, return_stats)
 
 

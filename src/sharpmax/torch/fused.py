@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..core.policies.base import Lowered
+from .checks import full_precision
 from .geometry import Geometry
-from .ops import empty_output, empty_stats, folded, full_precision, kernels, no_second_derivative, nothing
+from .operator import operator
+from .ops import empty_output, empty_stats, folded, kernels, no_second_derivative, nothing
 
 
 def policy_numbers(lowered: Lowered) -> list[float]:
@@ -27,7 +29,7 @@ def _lowered(numbers: list[float]) -> Lowered:
     return Lowered("log_count" if log_count else "entropy", tuple(coefficients), lo, hi, threshold, floor)
 
 
-@torch.library.custom_op("sharpmax::sharpened_query", mutates_args=())
+@operator("sharpmax::sharpened_query")
 def sharpened_query(
     q: Tensor,
     k: Tensor,
@@ -59,7 +61,7 @@ def _sharpened_query_fake(
     return q.new_empty(q.shape), top, total, moment, count, torch.empty_like(total)
 
 
-@torch.library.custom_op("sharpmax::sharpened_query_backward", mutates_args=())
+@operator("sharpmax::sharpened_query_backward")
 def sharpened_query_backward(
     grad_scaled: Tensor,
     beta: Tensor,
@@ -115,7 +117,7 @@ sharpened_query.register_autograd(_sharpened_gradients, setup_context=_keep_shar
 sharpened_query_backward.register_autograd(no_second_derivative)
 
 
-@torch.library.custom_op("sharpmax::adaptive_attention", mutates_args=())
+@operator("sharpmax::adaptive_attention")
 def adaptive_attention(
     q: Tensor,
     k: Tensor,
@@ -157,7 +159,7 @@ def _adaptive_attention_fake(
     return *empty_output(q, v), top, total, moment, torch.empty_like(total)
 
 
-@torch.library.custom_op("sharpmax::adaptive_attention_backward", mutates_args=())
+@operator("sharpmax::adaptive_attention_backward")
 def adaptive_attention_backward(
     q: Tensor,
     k: Tensor,

@@ -21,7 +21,7 @@ from ..core.stats import RowStats
 from ..mechanisms import Mechanism, Window, find
 from . import folding, reference
 from .blocks import accumulation
-from .checks import Causal, Inputs, band, forward_mode, has_tangent, transformed
+from .checks import Causal, Inputs, band, forward_mode, full_precision, has_tangent, transformed
 from .checks import Window as Band
 from .geometry import ALL
 from .learnable import Learnable
@@ -109,7 +109,7 @@ def attention(held: Held, inputs: Inputs, dropout_p: float, impl: str) -> Tensor
     """The output ``[B, heads of the value, Lq, Dv]`` in the type of the query."""
     mechanism, dtype = held.mechanism, inputs.q.dtype
     chosen = choose(impl, held, inputs, dropout_p)
-    with torch.autocast(device_type=inputs.q.device.type, enabled=False):
+    with full_precision(inputs.q):
         q, k, v, mask, key_lengths, geometry, _ = _featured(mechanism, inputs)
         assert v is not None
         if chosen == "reference":

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from . import streaming
 from .blocks import accumulation
+from .checks import full_precision
 from .geometry import Geometry
+from .operator import operator
 
 IMPLEMENTATIONS = ("streaming", "triton")
 NO_KEYS = (-math.inf, 0.0, 0.0, math.inf, 0)
@@ -62,11 +64,6 @@ def _check_impl(impl: str) -> None:
         raise ValueError(f"expected impl to be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
 
 
-def full_precision(q: Tensor) -> Any:
-    """Autocast has done its casts before; in here, float32 stays float32."""
-    return torch.autocast(device_type=q.device.type, enabled=False)
-
-
 def no_second_derivative(*_: Any) -> Any:
     """The backward of a backward operator."""
     raise NotImplementedError(
@@ -80,7 +77,7 @@ def no_second_derivative(*_: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("sharpmax::row_stats", mutates_args=())
+@operator("sharpmax::row_stats")
 def row_stats(
     q: Tensor,
     k: Tensor,
@@ -131,7 +128,7 @@ def _row_stats_fake(
     return empty_stats(q, with_min)
 
 
-@torch.library.custom_op("sharpmax::row_stats_backward", mutates_args=())
+@operator("sharpmax::row_stats_backward")
 def row_stats_backward(
     q: Tensor,
     k: Tensor,
@@ -221,7 +218,7 @@ row_stats_backward.register_autograd(no_second_derivative)
 # ----------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("sharpmax::attend", mutates_args=())
+@operator("sharpmax::attend")
 def attend(
     q: Tensor,
     k: Tensor,
@@ -273,7 +270,7 @@ def _attend_fake(
     return empty_output(q, v)
 
 
-@torch.library.custom_op("sharpmax::attend_backward", mutates_args=())
+@operator("sharpmax::attend_backward")
 def attend_backward(
     q: Tensor,
     k: Tensor,
@@ -365,7 +362,7 @@ attend_backward.register_autograd(no_second_derivative)
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def folded(operator: Any, batched: int, mask: int, whole: tuple[int, ...]) -> Any:
+def folded(folding: Any, batched: int, mask: int, whole: tuple[int, ...]) -> Any:
     """A vmap rule for an operator whose first ``batched`` arguments are tensors ``[B, ...]`` or ``None``.
 
     ``mask`` is the one of them whose first axis may have size 1; ``whole`` are those that cannot be mapped over.
@@ -382,7 +379,7 @@ def folded(operator: Any, batched: int, mask: int, whole: tuple[int, ...]) -> An
         batch = mapped[0].shape[1]
         if mapped[mask] is not None:
             mapped[mask] = mapped[mask].expand(n, batch, *mapped[mask].shape[2:])
-        results = operator(*(x.flatten(0, 1) if i < batched and x is not None else x for i, x in enumerate(mapped)))
+        results = folding(*(x.flatten(0, 1) if i < batched and x is not None else x for i, x in enumerate(mapped)))
         asked = [r.ndim > 1 for r in results]
         unfolded = (r.unflatten(0, (n, batch)) if there else r for r, there in zip(results, asked, strict=True))
         return tuple(unfolded), tuple(0 if there else None for there in asked)

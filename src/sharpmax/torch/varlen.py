@@ -28,6 +28,7 @@ from .checks import (
     check_dropout,
     check_policy,
     check_tensors,
+    full_precision,
     geometry_of,
     misfit,
     under_autocast,
@@ -81,7 +82,7 @@ def varlen_attention(
     inputs = Inputs(q, k, v, None, None, geometry, ())
     chosen = choose(impl, inputs, policy, among=("streaming", "triton"), what="packed documents")
     starts = (cu_seqlens_q.to(q.device, torch.int32), cu_seqlens_k.to(q.device, torch.int32))
-    with torch.autocast(device_type=q.device.type, enabled=False):
+    with full_precision(q):
         if not return_stats and (is_number(policy) or policy_inside(inputs, policy, chosen)):
             return _without_statistics(inputs, policy, starts, dropout_p, chosen)[0].transpose(0, 1)
         with_min, numbers = needs_spread(policy), geometry.numbers

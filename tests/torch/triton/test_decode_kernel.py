@@ -238,12 +238,12 @@ def test_operators() -> None:
         (keys, values, table, lengths, None),
     ):
         arguments: tuple[Any, ...] = (query, k, v, pages, valid, seen, 0.25, 0.0, -1, *numbers, 2)
-        torch.library.opcheck(operators.decode, arguments, test_utils=tests)
+        torch.library.opcheck(operators.decode.opaque, arguments, test_utils=tests)
         arguments = (query, k, pages, valid, seen, 0.25, 0.0, 5, True, 2)
-        torch.library.opcheck(operators.decode_stats, arguments, test_utils=tests)
+        torch.library.opcheck(operators.decode_stats.opaque, arguments, test_utils=tests)
         logits, stats = operators.decode_stats(*arguments)
         arguments = (logits, stats[0], torch.ones_like(stats[0]), v, pages, valid, seen, 5, 2)
-        torch.library.opcheck(operators.decode_values, arguments, test_utils=tests)
+        torch.library.opcheck(operators.decode_values.opaque, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("policy", [sharpmax.PAPER, pytest.param(SpreadOverTen(), marks=pytest.mark.thorough)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from sharpmax.core.policies.base import Lowered
 from sharpmax.torch import scaled_dot_product_attention
 from sharpmax.torch.geometry import ALL, Geometry
 from sharpmax.torch.triton import Tiles, hopper, prefill
-from sharpmax.torch.triton.launch import shared_arguments
+from sharpmax.torch.triton.launch import Form, Masks, form_of, shared_numbers
 from tests.torch.triton.oracle import POLICY, Case, inputs, logits, stats
 
 CAUSAL = Geometry(0.1, right=0)
@@ -51,6 +52,14 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 def device_there(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not ON_HOPPER:
         pytest.skip("needs a Hopper GPU")
+
+
+@pytest.fixture(autouse=True)
+def launches_of_this_test_alone() -> Iterator[None]:
+    """What was worked out before, or with other numbers in the place of constants, is forgotten."""
+    prefill._stats_launch.cache_clear()
+    yield
+    prefill._stats_launch.cache_clear()
 
 
 @pytest.mark.gpu
@@ -89,6 +98,7 @@ def test_the_order_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     given = inputs(case, torch.bfloat16, "cuda")
     whole = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
     monkeypatch.setattr(hopper, "SECTION", 5 * 1300 * 64 * 2)
+    prefill._stats_launch.cache_clear()
     parts = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True) if a is not None and b is not None)
 
@@ -164,8 +174,8 @@ def test_attention_takes_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> No
     """Attention on inputs that fill the card, forward and backward, against the same with the portable kernel."""
     monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
     taken: list[int] = []
-    real = hopper.row_stats
-    monkeypatch.setattr(hopper, "row_stats", lambda *a: (taken.append(1), real(*a))[1])
+    real = hopper.stats_launch
+    monkeypatch.setattr(hopper, "stats_launch", lambda *a: (taken.append(1), real(*a))[1])
     given = [torch.randn(2, 66, 1024, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
 
     def run() -> Any:
@@ -176,6 +186,7 @@ def test_attention_takes_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> No
     ours = run()
     assert taken == [1]
     monkeypatch.setattr(hopper, "pays", lambda *_: False)
+    prefill._stats_launch.cache_clear()
     portable = run()
     assert taken == [1]
     for a, b in zip(ours, portable, strict=True):
@@ -226,10 +237,10 @@ def test_it_wants_a_hopper_gpu() -> None:
 
 def test_strides_that_the_copy_engine_takes() -> None:
     whole = torch.zeros(2, 64, 4, 128, dtype=torch.float16)
-    shared = shared_arguments(whole, whole, None, CAUSAL, None, None, None, None)
+    shared = shared_numbers(form_of(whole), form_of(whole), None, CAUSAL, Masks().form)
 
     def refused(x: torch.Tensor) -> bool:
-        return "contiguous" in hopper.refusal(x, x, shared, False, False)
+        return "contiguous" in hopper.refusal(form_of(x), form_of(x), shared, False, False)
 
     assert not refused(whole)
     assert not refused(whole.transpose(1, 2))
@@ -256,7 +267,7 @@ def test_it_pays_with_rows_for_all_of_the_card(
 ) -> None:
     monkeypatch.setattr(hopper, "processors", lambda _: 132)
     monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
-    q = torch.empty(shape, device="meta")
+    q = Form(shape, (1,) * 4, torch.float16, torch.device("cuda"), True)
     assert hopper.pays(q, causal) is expected
     monkeypatch.setattr(hopper, "RUN_WITH", ())
     assert not hopper.pays(q, causal)

@@ -362,10 +362,15 @@ def test_the_allocator_that_triton_had_stays() -> None:
 
 def test_repeated_rows_have_no_descriptor() -> None:
     x = torch.randn(1, 2, 8, 16)
-    assert launch_module._aligned(x)
-    assert launch_module._aligned(x[:, :1].expand(1, 2, 8, 16))
-    assert not launch_module._aligned(x[:, :, :1].expand(1, 2, 8, 16))
-    assert not launch_module._aligned(x[..., ::2])
+
+    def describable(x: Tensor) -> bool:
+        return launch_module._describable(launch_module.form_of(x))
+
+    assert describable(x)
+    assert describable(x[:, :1].expand(1, 2, 8, 16))
+    assert not describable(x[:, :, :1].expand(1, 2, 8, 16))
+    assert not describable(x[..., ::2])
+    assert not describable(torch.randn(1, 2, 8, 17)[..., 1:])
 
 
 def test_refusals() -> None:

@@ -22,7 +22,7 @@ from ...core.stats import RowStats
 from .. import ops
 from ..attention import Attention, row_betas, served_betas
 from ..blocks import accumulation
-from ..checks import Causal, Inputs, Window, check_policy, checked, misfit
+from ..checks import Causal, Inputs, Window, check_policy, checked, full_precision, misfit
 from ..choice import choose
 from ..geometry import Geometry, visible_counts
 from .group import Group, Member, check_agreement, check_device, member_of
@@ -115,7 +115,7 @@ def ring_attention(
         check_agreement(member, described, inputs.q.device)
     stops = route(member.rank, member.size, inputs.q.shape[2], layout, inputs.geometry)
     trip = _Trip(member, stops, inputs.geometry, chosen, communication == "gather")
-    with torch.autocast(device_type=inputs.q.device.type, enabled=False):
+    with full_precision(inputs.q):
         if form is not None:
             stats, beta = None, form(_counts(inputs, member, layout))
         else:

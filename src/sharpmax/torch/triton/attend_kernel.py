@@ -37,7 +37,7 @@ def _fold(raw, visible, factor, highest, total, MASKED: tl.constexpr):
     return power, fade, new, fade * total + tl.sum(power, 1)
 
 
-@triton.jit(do_not_specialize=["documents", "steps"])
+@triton.jit(do_not_specialize=["documents", "steps", "seed"])
 def attend_kernel(
     q,
     k,

@@ -110,7 +110,7 @@ def _query_step(
     return d_query, d_beta, excess, mean
 
 
-@triton.jit(do_not_specialize=["documents", "steps"])
+@triton.jit(do_not_specialize=["documents", "steps", "seed"])
 def query_kernel(
     q, k, v, beta, mask, out, lse, d_out, row_max, row_sum, row_moment, grad_sum, grad_moment, delta, dq, dbeta,
     cu_q, cu_k, key_lengths,
@@ -274,7 +274,7 @@ def _key_step(
     return d_key, d_value
 
 
-@triton.jit(do_not_specialize=["documents", "steps"])
+@triton.jit(do_not_specialize=["documents", "steps", "seed"])
 def key_kernel(
     q, k, v, beta, mask, lse, d_out, row_max, grad_sum, grad_moment, delta, dk, dv, cu_q, cu_k, key_lengths,
     stride_qb, stride_qh, stride_ql, stride_qd, stride_kb, stride_kh, stride_kl, stride_kd,

@@ -19,9 +19,10 @@ import triton
 from torch import Tensor
 
 from ...core.policies import Lowered
+from ..operator import operator
 from . import decode_hopper, decode_kernel
 from .hopper import processors
-from .launch import OPTIONS
+from .launch import FORMS, OPTIONS, Form, Launch, form_of, strides
 from .policy import COEFFICIENTS
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -30,6 +31,8 @@ TILE_BYTES = 16384
 PADDING = 128
 """Rows of logits are padded to a multiple of this, which every block of keys divides."""
 UNBOUNDED = 1e30
+POLICY_NUMBERS = ("lo", "hi", "threshold", "floor", *(f"c{i}" for i in reversed(range(COEFFICIENTS))))
+"""What the kernels call the numbers of :func:`policy_numbers`."""
 INTERPRETED = not isinstance(decode_kernel.logits_kernel, triton.JITFunction)
 """Whether kernels run in Triton's interpreter, which serves tensors on the CPU."""
 
@@ -129,7 +132,7 @@ def policy_numbers(policy: Lowered) -> tuple[bool, list[float]] | None:
     return policy.variable == "entropy", [*bounds, policy.floor, *[0.0] * missing, *policy.coefficients]
 
 
-@torch.library.custom_op("sharpmax::decode", mutates_args=())
+@operator("sharpmax::decode")
 def decode(
     query: Tensor,
     key: Tensor,
@@ -170,7 +173,7 @@ def _(query, key, value, table, lengths, mask, scale, softcap, left, entropy, nu
     return value.new_empty((*query.shape[:3], value.shape[-1])), stats, torch.empty_like(stats[0])
 
 
-@torch.library.custom_op("sharpmax::decode_stats", mutates_args=())
+@operator("sharpmax::decode_stats")
 def decode_stats(
     query: Tensor,
     key: Tensor,
@@ -196,7 +199,7 @@ def _(query, key, table, lengths, mask, scale, softcap, left, with_min, splits):
     return logits, logits.new_empty((4 if with_min else 3, *query.shape[:3]))
 
 
-@torch.library.custom_op("sharpmax::decode_values", mutates_args=())
+@operator("sharpmax::decode_values")
 def decode_values(
     logits: Tensor,
     highest: Tensor,
@@ -239,17 +242,61 @@ def _logits(
     logits = query.new_empty((*query.shape[:3], layout.padded), dtype=torch.float32)
     parts = logits.new_empty((4 if with_min else 3, layout.batch, layout.heads, layout.splits, layout.rows))
     if parts.numel() > 0:
-        launch: Any = decode_kernel.logits_kernel[layout.grid]
-        launch(
-            query, key, table, lengths, _bytes(mask), logits, parts,
-            *query.stride(), *_strides(key, table), *(0 if x is None else x.stride(0) for x in (table, mask)),
-            layout.padded, parts.stride(0), layout.heads, layout.capacity, layout.splits, left, scale, softcap,
-            ROWS=layout.rows, QUERIES=layout.queries, DIM=query.shape[-1], PAGE_SIZE=layout.page_size,
-            CAPPED=softcap > 0, WITH_MIN=with_min,
-            BLOCK_M=layout.block_m, BLOCK_N=layout.block_n, BLOCK_D=power_of_2(query.shape[-1]),
-            num_warps=layout.warps, num_stages=_stages(layout, table is not None), **_options(query.device),
-        )  # fmt: skip
+        forms = (form_of(query), form_of(key), *(None if x is None else form_of(x) for x in (table, mask)))
+        run = _logits_launch(layout, *forms, lengths is not None, scale, softcap, left, with_min)
+        given = {"query": query, "key": key, "table": table, "lengths": lengths, "mask": _bytes(mask)}
+        run(given | {"logits": logits, "parts": parts}, query)
     return logits, parts
+
+
+@functools.lru_cache(FORMS)
+def _logits_launch(
+    layout: Layout, query: Form, key: Form, table: Form | None, mask: Form | None, with_lengths: bool, scale: float,
+    softcap: float, left: int, with_min: bool,
+) -> Launch:  # fmt: skip
+    del with_lengths  # another kernel is compiled where there are none
+    dim = query.shape[-1]
+    numbers = {
+        **strides("q", query, "bhld"),
+        **_numbers_of_cache("k", layout, key, table, mask, left),
+        "scale": scale,
+        "softcap": softcap,
+        "DIM": dim,
+        "CAPPED": softcap > 0,
+        "WITH_MIN": with_min,
+        "BLOCK_D": power_of_2(dim),
+    }
+    return _launch(decode_kernel.logits_kernel, layout, numbers, query.device, table is not None)
+
+
+def _numbers_of_cache(
+    letter: str, layout: Layout, cache: Form, table: Form | None, mask: Form | None, left: int
+) -> dict[str, Any]:
+    """The numbers that both kernels take which go through keys or values."""
+    outer, second, third, inner = cache.strides
+    of_cache = (outer, second, third, inner) if table is None else (outer, third, second, inner)
+    return {
+        **{f"stride_{letter}{axis}": stride for axis, stride in zip("bhnd", of_cache, strict=True)},
+        "stride_table": 0 if table is None else table.strides[0],
+        "stride_mask": 0 if mask is None else mask.strides[0],
+        "stride_part": layout.batch * layout.heads * layout.splits * layout.rows,
+        "padded": layout.padded,
+        "heads": layout.heads,
+        "capacity": layout.capacity,
+        "splits": layout.splits,
+        "left": left,
+        "ROWS": layout.rows,
+        "QUERIES": layout.queries,
+        "PAGE_SIZE": layout.page_size,
+        "BLOCK_M": layout.block_m,
+        "BLOCK_N": layout.block_n,
+    }
+
+
+def _launch(kernel: Any, layout: Layout, numbers: dict[str, Any], device: torch.device, paged: bool) -> Launch:
+    pipeline = {"num_warps": layout.warps, "num_stages": _stages(layout, paged)}
+    dependent, options = _options(device)
+    return Launch(kernel, layout.grid, numbers | {"DEPENDENT": dependent}, pipeline | options)
 
 
 def _values(
@@ -268,40 +315,65 @@ def _values(
     numbers: list[float] | None,
 ) -> None:
     """Fill ``output``; with ``parts`` and a policy's ``numbers`` also ``stats`` and ``beta``, which else are given."""
-    dim, whole = value.shape[-1], layout.splits == 1
-    shares = output if whole else logits.new_empty((layout.batch, layout.heads, layout.splits, layout.rows, dim))
-    sums = None if whole else logits.new_empty(shares.shape[:-1])
-    splits = power_of_2(layout.splits, 1)
-    block_d = power_of_2(dim)
-    launch: Any = decode_kernel.values_kernel[layout.grid]
-    launch(
-        logits, value, table, lengths, _bytes(mask), parts, stats, beta, shares, sums,
-        *_strides(value, table), *(0 if x is None else x.stride(0) for x in (table, mask)),
-        layout.padded, 0 if parts is None else parts.stride(0), beta.numel(),
-        layout.heads, layout.capacity, layout.splits, left,
-        *(numbers or [0.0] * (COEFFICIENTS + 4)),
-        ROWS=layout.rows, QUERIES=layout.queries, DIM=dim, PAGE_SIZE=layout.page_size,
-        LOWERED=numbers is not None, ENTROPY=entropy,
-        BLOCK_M=layout.block_m, BLOCK_N=layout.block_n, BLOCK_D=block_d,
-        SPLITS=1 if numbers is None else splits, WHOLE=whole,
-        num_warps=layout.warps, num_stages=_stages(layout, table is not None), **_options(value.device),
-    )  # fmt: skip
+    whole = layout.splits == 1
+    shares = output
     if not whole:
-        launch = decode_kernel.combine_kernel[(beta.numel(),)]
-        launch(
-            shares, sums, output, layout.splits,
-            ROWS=layout.rows, DIM=dim, BLOCK_D=block_d, SPLITS=splits, CHUNK=min(splits, 8192 // block_d),
-            num_warps=4, **_options(value.device),
-        )  # fmt: skip
+        shares = logits.new_empty((layout.batch, layout.heads, layout.splits, layout.rows, value.shape[-1]))
+    sums = None if whole else logits.new_empty(shares.shape[:-1])
+    forms = (form_of(value), *(None if x is None else form_of(x) for x in (table, mask)))
+    policy = None if numbers is None else tuple(numbers)
+    run = _values_launch(layout, *forms, lengths is not None, beta.numel(), left, entropy, policy)
+    given = {"logits": logits, "value": value, "table": table, "lengths": lengths, "mask": _bytes(mask)}
+    run(given | {"parts": parts, "stats": stats, "betas": beta, "output": shares, "sums": sums}, value)
+    if not whole:
+        run = _combine_launch(layout, value.shape[-1], beta.numel(), value.device)
+        run({"parts": shares, "sums": sums, "output": output}, value)
+
+
+@functools.lru_cache(FORMS)
+def _values_launch(
+    layout: Layout, value: Form, table: Form | None, mask: Form | None, with_lengths: bool, rows: int, left: int,
+    entropy: bool, policy: tuple[float, ...] | None,
+) -> Launch:  # fmt: skip
+    del with_lengths  # another kernel is compiled where there are none
+    dim, lowered = value.shape[-1], policy is not None
+    numbers = {
+        **_numbers_of_cache("v", layout, value, table, mask, left),
+        **dict(zip(POLICY_NUMBERS, policy or (0.0,) * len(POLICY_NUMBERS), strict=True)),
+        "stride_stats": rows,
+        "DIM": dim,
+        "LOWERED": lowered,
+        "ENTROPY": entropy,
+        "BLOCK_D": power_of_2(dim),
+        "SPLITS": power_of_2(layout.splits, 1) if lowered else 1,
+        "WHOLE": layout.splits == 1,
+    }
+    return _launch(decode_kernel.values_kernel, layout, numbers, value.device, table is not None)
+
+
+@functools.lru_cache(FORMS)
+def _combine_launch(layout: Layout, dim: int, rows: int, device: torch.device) -> Launch:
+    splits, block_d = power_of_2(layout.splits, 1), power_of_2(dim)
+    dependent, options = _options(device)
+    numbers = {
+        "splits": layout.splits,
+        "ROWS": layout.rows,
+        "DIM": dim,
+        "BLOCK_D": block_d,
+        "SPLITS": splits,
+        "CHUNK": min(splits, 8192 // block_d),
+        "DEPENDENT": dependent,
+    }
+    return Launch(decode_kernel.combine_kernel, rows, numbers, {"num_warps": 4, **options})
 
 
 @functools.cache
-def _options(device: torch.device) -> dict[str, bool]:
-    """Options of a launch, among them that it may begin before the kernel ahead of it has ended, where that can be."""
+def _options(device: torch.device) -> tuple[bool, dict[str, bool]]:
+    """Whether a kernel may begin before the one ahead of it has ended, and options of a launch, which allow it."""
     can = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
     if can and importlib.util.find_spec("triton.language.extra.cuda.gdc") is not None:
-        return OPTIONS | {"DEPENDENT": True, "launch_pdl": True}
-    return OPTIONS | {"DEPENDENT": False}
+        return True, OPTIONS | {"launch_pdl": True}
+    return False, OPTIONS
 
 
 def _merged(parts: Tensor) -> Tensor:
@@ -321,12 +393,6 @@ def _merged(parts: Tensor) -> Tensor:
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
-
-
-def _strides(cache: Tensor, table: Tensor | None) -> tuple[int, int, int, int]:
-    """Strides of batch (or page), head, key and dimension."""
-    outer, second, third, inner = cache.stride()
-    return (outer, second, third, inner) if table is None else (outer, third, second, inner)
 
 
 def _stages(layout: Layout, paged: bool) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import hopper
-from .launch import OPTIONS
+from .launch import OPTIONS, form_of
 
 KEYS = 128
 """Keys of a tile."""
@@ -46,7 +46,7 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, mas
         return "empty tensors"
     if _rows(query, key) > max(TILES):
         return f"more than {max(TILES)} queries for a head of the cache"
-    if query.stride(-1) != 1 or hopper.strides(key) is None or hopper.strides(value) is None:
+    if query.stride(-1) != 1 or hopper.strides(form_of(key)) is None or hopper.strides(form_of(value)) is None:
         return "rows that are not contiguous or do not begin at multiples of 16 bytes"
     if _least_splits(query, key) > hopper.processors(query.device):
         return "caches whose logits do not fit into shared memory"

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .launch import OPTIONS, check_device
+from .launch import OPTIONS, Form, Launch, form_of
 
 ROWS = 256
 """Query rows of a program at a time."""
@@ -24,7 +24,7 @@ FILLED = 0.8
 """The least share of the processors that should be busy on average; below it, smaller blocks of rows do better."""
 
 
-def refusal(q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, log_count: bool) -> str:
+def refusal(q: Form, k: Form, shared: dict[str, Any], with_min: bool, log_count: bool) -> str:
     """Why the kernel does not give these statistics, or nothing where it does."""
     if with_min:
         return "no minimum"
@@ -38,7 +38,7 @@ def refusal(q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, log_co
             return f"calls without {what}"
     if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] not in STAGES:
         return "heads of 64 or 128 columns in a two-byte type"
-    if min(q.numel(), k.numel()) == 0:
+    if 0 in (*q.shape, *k.shape):
         return "tensors that are not empty"
     if strides(q) is None or strides(k) is None:
         return "rows that are contiguous and begin at multiples of 16 bytes"
@@ -47,7 +47,7 @@ def refusal(q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, log_co
     return "" if _has_gluon() else "calls with a Triton that has Gluon"
 
 
-def pays(q: Tensor, causal: bool) -> bool:
+def pays(q: Form, causal: bool) -> bool:
     """Whether to take the kernel where it serves: known to run, and with blocks of rows for all of the card.
 
     Blocks that are equally long come in rounds, of which the last one should be filled; with causality, every processor
@@ -60,50 +60,39 @@ def pays(q: Tensor, causal: bool) -> bool:
     return blocks >= (2 * count if causal else FILLED * count * -(-blocks // count))
 
 
-def row_stats(
-    q: Tensor,
-    k: Tensor,
-    shared: dict[str, Any],
-    outputs: dict[str, Tensor],
-    policy: dict[str, Any],
-    scaled: Tensor | None,
-) -> None:
-    """Fill the tensors that the portable kernel fills, by the same names; ``scaled`` is for ``beta * q``."""
+def stats_launch(q: Form, k: Form, shared: dict[str, Any], policy: dict[str, Any], scaled_query: bool) -> Launch:
+    """The launch that fills the tensors that the portable kernel fills, by the same names."""
     from .hopper_kernel import KEYS, LINES, hopper_stats_kernel
 
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     blocks, causal = -(-queries // ROWS), shared["RIGHT"]
-    section = max(1, SECTION // (keys * k.shape[-1] * k.element_size())) if causal else 1
-    numbers = {name: value for name, value in policy.items() if name != "LOG_COUNT"}
+    section = max(1, SECTION // (keys * k.shape[-1] * k.dtype.itemsize)) if causal else 1
     items = blocks * batch * heads
-    kernel: Any = hopper_stats_kernel
-    check_device(kernel, q)
-    with torch.cuda.device_of(q):
-        kernel[(min(items, processors(q.device)),)](
-            q_desc=descriptor(q, LINES.value),
-            k_desc=descriptor(k, KEYS.value),
-            out_desc=descriptor(q if scaled is None else scaled, LINES.value),
-            **outputs,
-            items=items,
-            section=min(section, batch * heads),
-            blocks=blocks,
-            sequences=batch * heads,
-            heads=heads,
-            group=shared["group"],
-            queries=queries,
-            keys=keys,
-            shift=(min(shared["right"], queries + keys) if causal else 0)
-            + (keys - queries if shared["LOWER_RIGHT"] else 0),
-            unit=shared["unit"],
-            **numbers,
-            STAGES=STAGES[q.shape[-1]],
-            CAUSAL=causal,
-            EDGES=causal or keys % KEYS.value != 0 or queries % ROWS != 0,
-            SCALED_QUERY=scaled is not None,
-            num_warps=4,
-            **OPTIONS,
-        )
+    shift = (min(shared["right"], queries + keys) if causal else 0) + (keys - queries if shared["LOWER_RIGHT"] else 0)
+    numbers = {
+        "items": items,
+        "section": min(section, batch * heads),
+        "blocks": blocks,
+        "sequences": batch * heads,
+        "heads": heads,
+        "group": shared["group"],
+        "queries": queries,
+        "keys": keys,
+        "shift": shift,
+        "unit": shared["unit"],
+        **policy,
+        "STAGES": STAGES[q.shape[-1]],
+        "CAUSAL": causal,
+        "EDGES": causal or keys % KEYS.value != 0 or queries % ROWS != 0,
+        "SCALED_QUERY": scaled_query,
+    }
+    made = {
+        f"{name}_desc": (of, functools.partial(descriptor, rows=rows))
+        for name, of, rows in (("q", "q", LINES.value), ("k", "k", KEYS.value), ("out", "out_q", LINES.value))
+    }
+    programs = min(items, processors(q.device))
+    return Launch(hopper_stats_kernel, programs, numbers, {"num_warps": 4, **OPTIONS}, made=made)
 
 
 @functools.cache
@@ -112,10 +101,10 @@ def version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
-def strides(x: Tensor) -> list[int] | None:
+def strides(x: Form) -> list[int] | None:
     """Strides as the copy engine wants them, or ``None``; where an axis has one entry, any stride is as good."""
-    *outer, last = (8 if n == 1 and i < 3 else s for i, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)))
-    fine = last == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in outer)
+    *outer, last = (8 if n == 1 and i < 3 else s for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)))
+    fine = last == 1 and x.aligned and all(s > 0 and s % 8 == 0 for s in outer)
     return [*outer, last] if fine else None
 
 
@@ -126,7 +115,7 @@ def descriptor(x: Tensor, rows: int) -> Any:
     """
     kind, layout = _descriptor_parts()
     made: Any = object.__new__(kind)
-    made.base, made.shape, made.strides = x, list(x.shape), strides(x)
+    made.base, made.shape, made.strides = x, list(x.shape), strides(form_of(x))
     made.block_shape, made.layout = [1, 1, rows, x.shape[-1]], layout
     return made
 

@@ -1,12 +1,19 @@
-"""What host functions need around a kernel: checked tensors as its arguments, the number of programs, the launch."""
+"""What host functions need around a kernel: its arguments worked out once for each form of a call, and the launch.
+
+Everything about a launch but the tensors themselves follows from their :class:`Form` and from plain numbers: which
+kernel, how many programs, some fifty arguments. Functions that work this out are cached and return a :class:`Launch`,
+so that a call like one before costs the host little more than the launch itself.
+"""
 
 from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,24 +30,150 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INFINITY = torch.finfo(torch.float32).max
 OPTIONS = {"enable_fp_fusion": True}
 """Of every launch; no longer Triton's default from 3.10 on."""
+FORMS = 2048
+"""How many forms of a call each cache holds."""
+ALIGNMENT = 16
+"""Bytes at whose multiples a tensor should begin: compiled kernels differ by that, and descriptors need it."""
 
 
-def launch(kernel: Any, programs: int, tiles: Tiles, shared: dict[str, Any], like: Tensor, **arguments: Any) -> None:
-    """Run ``programs`` programs of a kernel, on the device of ``like``."""
-    if programs == 0:
-        return
-    check_device(kernel, like)
-    passed = {name: value for name, value in shared.items() if name != "SCALE"} | arguments
-    streamed = [passed[name] for name in ("q", "k", "v", "d_out") if name in passed]
+class Form(NamedTuple):
+    """What a launch depends on of a tensor, beside the place where it lies."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    aligned: bool
+
+
+def form_of(x: Tensor) -> Form:
+    """The form of a tensor."""
+    return Form(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT == 0)
+
+
+class Masks(NamedTuple):
+    """What hides keys apart from the geometry: a mask, key lengths, or packed documents."""
+
+    mask: Tensor | None = None
+    key_lengths: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+
+    @property
+    def form(self) -> MaskForm:
+        """The form of it, where it can be served."""
+        mask, key_lengths, cu_q, cu_k = self
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "the Triton kernels give no gradient of the mask; use impl='reference' or impl='streaming'"
+            )
+        if (cu_q is None) != (cu_k is None):
+            raise ValueError("expected both cu_q and cu_k, or neither")
+        return MaskForm(
+            None if mask is None else form_of(mask),
+            key_lengths is not None,
+            None if cu_q is None else cu_q.shape[0] - 1,
+        )
+
+    def given(self, q: Tensor) -> dict[str, Tensor]:
+        """The tensors as arguments of a kernel; one that there is not is stood in for by ``q``."""
+        mask, key_lengths, cu_q, cu_k = self
+        if mask is not None and mask.dtype == torch.bool:
+            mask = mask.view(torch.uint8)
+        numbers = (None if x is None else x.to(torch.int32).contiguous() for x in (cu_q, cu_k, key_lengths))
+        found = zip(("mask", "cu_q", "cu_k", "key_lengths"), (mask, *numbers), strict=True)
+        return {name: q if x is None else x for name, x in found}
+
+
+class MaskForm(NamedTuple):
+    """What a launch depends on of :class:`Masks`."""
+
+    mask: Form | None
+    lengths: bool
+    documents: int | None
+
+
+Making = tuple[str, Callable[[Tensor], Any]]
+
+
+class Launch:
+    """A kernel with all its arguments but those that lie in memory, to be run again and again.
+
+    Args:
+      kernel: of Triton or Gluon.
+      programs: how many of them, along one axis or two.
+      numbers: its arguments by name, except those that :meth:`__call__` takes; others are left out.
+      options: of the compiler.
+      scratch: whether it keeps descriptors in memory of the device.
+      made: arguments that are made of a tensor: its name, and how.
+
+    The first run is Triton's own, which finds or compiles the kernel for arguments of such types and values. What it
+    returns is launched directly from then on, in a fifth of the time, except where a tensor does not begin at a
+    multiple of 16 bytes, which that kernel may count on.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int | tuple[int, int],
+        numbers: dict[str, Any],
+        options: dict[str, Any],
+        *,
+        scratch: bool = False,
+        made: Mapping[str, Making] = MappingProxyType({}),
+    ) -> None:
+        self.kernel, self.options, self.scratch = kernel, options, scratch
+        self.grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+        names = _parameters(kernel)
+        self.filled: list[tuple[int, str, Callable[[Tensor], Any] | None]] = []
+        for i, name in enumerate(names):
+            if name not in numbers:
+                source, make = made.get(name, (name, None))
+                self.filled.append((i, source, make))
+        self.arguments = [numbers.get(name) for name in names]
+        self.again: Callable[..., Any] | None = None
+
+    def __call__(self, given: dict[str, Any], like: Tensor) -> None:
+        """Run on ``given``, arguments by name, on the device of ``like``; what the kernel does not take is left out."""
+        if 0 in self.grid:
+            return
+        check_device(self.kernel, like)
+        with torch.cuda.device_of(like):
+            if self.scratch:
+                with_scratch(functools.partial(self._run, given))
+            else:
+                self._run(given)
+
+    def _run(self, given: dict[str, Any]) -> None:
+        arguments, addresses = self.arguments.copy(), 0
+        for i, name, make in self.filled:
+            value = given[name]
+            if isinstance(value, Tensor):
+                addresses |= value.data_ptr()
+            arguments[i] = value if make is None else make(value)
+        if self.again is not None and addresses % ALIGNMENT == 0:
+            self.again(*arguments)
+            return
+        compiled = self.kernel[self.grid](*arguments, **self.options)
+        if addresses % ALIGNMENT == 0 and compiled is not None:  # the interpreter gives none
+            self.again = compiled[self.grid]
+
+
+@functools.cache
+def _parameters(kernel: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kernel.fn).parameters)
+
+
+def tiled(
+    kernel: Any, programs: int, tiles: Tiles, shared: dict[str, Any], streamed: tuple[Form, ...], **numbers: Any
+) -> Launch:
+    """The launch of a kernel that goes through ``streamed`` tensors in tiles."""
     known = hasattr(triton.language, "make_tensor_descriptor")  # from triton 3.4 on
-    descriptors = tiles.descriptors and known and all(_aligned(x) for x in streamed)
-    passed |= {"ROWS": tiles.rows, "KEYS": tiles.keys, "TMA": descriptors}
-    run = functools.partial(kernel[(programs,)], **passed, num_warps=tiles.warps, num_stages=tiles.stages, **OPTIONS)
-    with torch.cuda.device_of(like):
-        if descriptors and like.is_cuda:
-            with_scratch(run)
-        else:
-            run()
+    descriptors = tiles.descriptors and known and all(_describable(x) for x in streamed)
+    numbers |= shared | {"ROWS": tiles.rows, "KEYS": tiles.keys, "TMA": descriptors}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, **OPTIONS}
+    on_gpu = streamed[0].device.type == "cuda"
+    return Launch(kernel, programs, numbers, options, scratch=descriptors and on_gpu)
 
 
 def with_scratch(run: Callable[[], Any]) -> None:
@@ -65,61 +198,47 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Any:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _aligned(x: Tensor) -> bool:
+def _describable(x: Form) -> bool:
     """Whether rows are contiguous and begin at multiples of 16 bytes, as a descriptor wants them; repeated ones not."""
-    return (
-        x.stride(-1) == 1
-        and x.stride(-2) > 0
-        and x.data_ptr() % 16 == 0
-        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-    )
+    *outer, last = x.strides
+    return x.aligned and last == 1 and outer[-1] > 0 and all(s * x.dtype.itemsize % ALIGNMENT == 0 for s in outer)
 
 
-def shared_arguments(
-    q: Tensor, k: Tensor, v: Tensor | None, geometry: Geometry, mask: Tensor | None, key_lengths: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments that every kernel takes, from checked tensors."""
-    _check(q, k, v, mask, key_lengths, cu_q, cu_k)
+def shared_numbers(q: Form, k: Form, v: Form | None, geometry: Geometry, masks: MaskForm) -> dict[str, Any]:
+    """The numbers that every kernel takes, from checked forms."""
+    _check(q, k, v, masks)
     batch, heads, q_len, width = q.shape
+    mask, lengths, documents = masks
     kind = NONE if mask is None else BOOLEAN if mask.dtype == torch.bool else BIAS
     limit, mask_strides = -INFINITY / 2, (0, 0, 0, 0)
     if mask is not None:
-        mask_strides = mask.expand(batch, heads, q_len, k.shape[2]).stride()
+        mask_strides = _expanded_strides(mask, (batch, heads, q_len, k.shape[2]))
         if kind == BIAS:
             limit = max(limit, torch.finfo(mask.dtype).min / 2)
-        else:
-            mask = mask.view(torch.uint8)
-    documents = 0 if cu_q is None else cu_q.shape[0] - 1
     bent = geometry.softcap > 0 or kind == BIAS or geometry.scale < 0
     scale2 = geometry.scale * LOG2E
     return {
-        "q": q,
-        "k": k,
-        "mask": q if mask is None else mask,
-        "cu_q": q if cu_q is None else cu_q.to(torch.int32).contiguous(),
-        "cu_k": q if cu_k is None else cu_k.to(torch.int32).contiguous(),
-        "key_lengths": q if key_lengths is None else key_lengths.to(torch.int32).contiguous(),
         **strides("q", q, "bhld"),
         **strides("k", k, "bhld"),
         **dict(zip(("stride_mb", "stride_mh", "stride_mq", "stride_mk"), mask_strides, strict=True)),
+        "batch": batch,
         "heads": heads,
         "group": heads // max(k.shape[1], 1),
         "q_len": q_len,
         "k_len": k.shape[2],
-        "documents": documents,
-        "steps": documents.bit_length() + 1,
+        "documents": documents or 0,
+        "steps": (documents or 0).bit_length() + 1,
         "left": geometry.left,
         "right": geometry.right,
         "limit": limit,
         "unit": 1.0 if bent else scale2,
+        "scale": geometry.scale,
         "scale2": 2 * scale2 / geometry.softcap if geometry.softcap > 0 else scale2,
         "cap2": geometry.softcap * LOG2E,
-        "SCALE": geometry.scale,
         "D": width,
         "BLOCK_D": padded(width),
-        "PACKED": cu_q is not None,
-        "LENGTHS": key_lengths is not None,
+        "PACKED": documents is not None,
+        "LENGTHS": lengths,
         "LOWER_RIGHT": geometry.lower_right,
         "LEFT": geometry.left != ALL,
         "RIGHT": geometry.right != ALL,
@@ -127,6 +246,16 @@ def shared_arguments(
         "CAP": geometry.softcap > 0,
         "BENT": bent,
     }
+
+
+def _expanded_strides(x: Form, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of ``x`` expanded to a shape."""
+    missing = len(shape) - len(x.shape)
+    own = (0 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True))
+    fits = missing >= 0 and all(a in (1, b) for a, b in zip(x.shape, shape[missing:], strict=True))
+    if not fits:
+        raise ValueError(f"expected a mask that broadcasts against {tuple(shape)}, got shape {tuple(x.shape)}")
+    return (0,) * missing + tuple(own)
 
 
 def has_edges(shared: dict[str, Any]) -> bool:
@@ -141,12 +270,12 @@ def programs_of(shared: dict[str, Any], block: int, *, by_key: bool) -> int:
     blocks = -(-length // block)
     if shared["PACKED"]:
         return (blocks + shared["documents"]) * heads if shared["documents"] else 0
-    return blocks * heads * shared["q"].shape[0]
+    return blocks * heads * shared["batch"]
 
 
-def strides(name: str, x: Tensor, axes: str) -> dict[str, int]:
+def strides(name: str, x: Form, axes: str) -> dict[str, int]:
     """The strides of ``x`` as arguments of a kernel, one for each letter of ``axes``."""
-    return {f"stride_{name}{axis}": stride for axis, stride in zip(axes, x.stride(), strict=True)}
+    return {f"stride_{name}{axis}": stride for axis, stride in zip(axes, x.strides, strict=True)}
 
 
 def room(
@@ -188,10 +317,7 @@ def policy_arguments(lowered: Lowered | None) -> dict[str, Any]:
     }
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor | None, key_lengths: Tensor | None, cu_q: Tensor | None,
-    cu_k: Tensor | None,
-) -> None:  # fmt: skip
+def _check(q: Form, k: Form, v: Form | None, masks: MaskForm) -> None:
     tensors = [q, k] if v is None else [q, k, v]
     if any(x.dtype != q.dtype for x in tensors) or q.dtype not in DTYPES:
         got = ", ".join(str(x.dtype).removeprefix("torch.") for x in tensors)
@@ -199,7 +325,7 @@ def _check(
             f"the Triton kernels take float16, bfloat16 or float32, the same for query, key and value, got {got}; "
             "impl='reference' and impl='streaming' take float64"
         )
-    if any(x.ndim != 4 for x in tensors):
+    if any(len(x.shape) != 4 for x in tensors):
         raise ValueError(f"expected [batch, heads, length, columns], got {[tuple(x.shape) for x in tensors]}")
     if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"query {tuple(q.shape)} and key {tuple(k.shape)} do not fit together")
@@ -208,9 +334,5 @@ def _check(
     if any(not 1 <= x.shape[-1] <= LARGEST_HEAD for x in tensors):
         got = [x.shape[-1] for x in tensors]
         raise ValueError(f"the Triton kernels take heads of up to {LARGEST_HEAD} columns, got {got}")
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        raise ValueError("the Triton kernels give no gradient of the mask; use impl='reference' or impl='streaming'")
-    if (cu_q is None) != (cu_k is None):
-        raise ValueError("expected both cu_q and cu_k, or neither")
-    if cu_q is not None and (mask is not None or key_lengths is not None or q.shape[0] != 1):
+    if masks.documents is not None and (masks.mask is not None or masks.lengths or q.shape[0] != 1):
         raise ValueError("packed documents come as one batch element, without a mask and without key lengths")

@@ -3,12 +3,15 @@
 Plain functions of tensors, without autograd: ``sharpmax.torch`` makes operators of them. Nothing here is ever of size
 queries x keys, keys and values of grouped heads are not repeated, and tensors may have any strides. Packed batches are
 ``[1, heads, tokens, columns]`` with document offsets ``cu_q`` and ``cu_k`` (int32, one more than there are documents).
+
+Functions that end in ``_launch`` know forms of tensors alone, and are cached.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -20,27 +23,40 @@ from . import hopper
 from .attend_kernel import attend_kernel
 from .backward_kernel import key_kernel, query_kernel
 from .launch import (
+    FORMS,
     OPTIONS,
-    check_device,
+    Form,
+    Launch,
+    MaskForm,
+    Masks,
+    form_of,
     has_edges,
-    launch,
     padded,
     policy_arguments,
     programs_of,
     room,
     row_numbers,
-    shared_arguments,
+    shared_numbers,
     strides,
+    tiled,
 )
 from .stats_kernel import policy_gradient_kernel, stats_kernel
 from .tiles import Tiles, tiles_for
 
 StatsConfig = Tiles | Literal["hopper"]
 """Which kernel gives the statistics: the portable one with these tiles, or the one for Hopper."""
-QUERY_ONLY = ("out", "row_sum", "row_moment", "NEED_BETA", "GIVEN_DELTA", "SCALED")
-"""What only the first of the backward kernels takes."""
 POLICY_ROWS, POLICY_WARPS = 1024, 4
 """Rows and warps of a program that takes the gradient of a policy."""
+
+
+class Parts(NamedTuple):
+    """What a backward kernel gives the gradient of."""
+
+    attend: bool
+    stats: bool
+    scaled: bool
+    beta: bool
+    given_delta: bool
 
 
 def row_stats(
@@ -56,8 +72,7 @@ def row_stats(
     config: StatsConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Maximum, sum, moment, minimum (``None`` unless asked for) and count of every row, ``[B, H, Lq]``."""
-    shared = shared_arguments(q, k, None, geometry, mask, key_lengths, cu_q, cu_k)
-    return _stats(q, k, shared, with_min, None, False, config)[0]
+    return _stats(q, k, geometry, Masks(mask, key_lengths, cu_q, cu_k), with_min, None, False, config)[0]
 
 
 def row_stats_and_scaled_query(
@@ -75,8 +90,8 @@ def row_stats_and_scaled_query(
     config: StatsConfig | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor, Tensor | None]:
     """The statistics, beta of a lowered policy (float32), and ``beta * q`` in the type of ``q``, from one kernel."""
-    shared = shared_arguments(q, k, None, geometry, mask, key_lengths, cu_q, cu_k)
-    stats, beta, scaled = _stats(q, k, shared, with_min, lowered, scaled_query, config)
+    masks = Masks(mask, key_lengths, cu_q, cu_k)
+    stats, beta, scaled = _stats(q, k, geometry, masks, with_min, lowered, scaled_query, config)
     assert beta is not None
     return stats, beta, scaled
 
@@ -100,29 +115,13 @@ def attend(
 
     ``beta`` is ``[B, H, Lq]``, finite and not negative.
     """
-    shared = shared_arguments(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
-    tiles = config or tiles_for("attend", max(q.shape[-1], v.shape[-1]), q.dtype, q.device, geometry.banded)
+    masks = Masks(mask, key_lengths, cu_q, cu_k)
     packed = cu_q is not None
     out = room(q, (*q.shape[:-1], v.shape[-1]), packed)
     lse = room(q, q.shape[:-1], packed, torch.float32, -math.inf)
-    launch(
-        attend_kernel,
-        programs_of(shared, tiles.rows, by_key=False),
-        tiles,
-        shared,
-        q,
-        v=v,
-        **strides("v", v, "bhld"),
-        beta=row_numbers(beta, q),
-        out=out,
-        lse=lse,
-        dropout_p=float(dropout_p),
-        seed=seed,
-        DV=v.shape[-1],
-        BLOCK_DV=padded(v.shape[-1]),
-        DROPOUT=dropout_p > 0,
-        EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
-    )
+    run = _attend_launch(form_of(q), form_of(k), form_of(v), geometry, masks.form, float(dropout_p), config)
+    given = {"q": q, "k": k, "v": v, "beta": row_numbers(beta, q), "out": out, "lse": lse, "seed": seed}
+    run(given | masks.given(q), q)
     return out, lse
 
 
@@ -165,34 +164,21 @@ def backward(
     """
     if grad_scaled is not None and lowered is None:
         raise ValueError("the gradient of beta * q needs the policy that made beta, lowered")
-    shared = shared_arguments(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
-    gradients = _gradients(
-        q, v, beta, out, lse, grad_out, row_max, grad_sum, grad_moment, delta, need_beta, dropout_p, seed, grad_scaled,
+    masks, packed = Masks(mask, key_lengths, cu_q, cu_k), cu_q is not None
+    given, parts = _given(
+        q, k, v, beta, masks, out, lse, grad_out, row_max, grad_sum, grad_moment, delta, need_beta, seed, grad_scaled,
         row_sum, row_moment,
     )  # fmt: skip
-    packed = cu_q is not None
+    forms = [form_of(given[name]) for name in ("q", "k", "v", "d_out")]
+    rest = (geometry, masks.form, parts, float(dropout_p))
     dq = room(q, q.shape, packed)
     dbeta = room(q, q.shape[:-1], packed, torch.float32) if need_beta else None
-    _query_gradient(q, shared, gradients, dq, dbeta, lowered, config[0])
+    given |= {"dq": dq, "dbeta": given["delta"] if dbeta is None else dbeta}
+    _query_launch(*forms, *rest, lowered, True, config[0])(given, q)
     dk = room(k, k.shape, packed)
     dv = room(v, v.shape, packed) if v is not None and grad_out is not None else None
-    width = max(q.shape[-1], gradients["DV"])
-    kernel = "key" if gradients["ATTEND"] else "stats key"
-    tiles = config[1] or tiles_for(kernel, width, q.dtype, q.device, geometry.banded)
-    passed = {name: value for name, value in gradients.items() if name not in QUERY_ONLY}
-    uneven = shared["k_len"] % tiles.keys != 0 or shared["q_len"] % tiles.rows != 0
-    launch(
-        key_kernel,
-        programs_of(shared, tiles.keys, by_key=True),
-        tiles,
-        shared,
-        q,
-        **passed,
-        dk=dk,
-        dv=dk if dv is None else dv,
-        scale=geometry.scale,
-        EDGES=uneven or has_edges(shared),
-    )
+    given |= {"dk": dk, "dv": dk if dv is None else dv}
+    _key_launch(*forms, *rest, config[1])(given, q)
     return dq, dk, dv, dbeta
 
 
@@ -220,71 +206,76 @@ def beta_gradient(
     What the policy makes of dbeta is the cotangent of the statistics, after which :func:`backward` does all the rest
     at once: nine products in place of the eleven of two backward passes one after the other.
     """
-    shared = shared_arguments(q, k, v, geometry, mask, key_lengths, cu_q, cu_k)
-    gradients = _gradients(q, v, beta, out, lse, grad_out, row_max, None, None, None, True, dropout_p, seed)
+    masks = Masks(mask, key_lengths, cu_q, cu_k)
+    given, parts = _given(q, k, v, beta, masks, out, lse, grad_out, row_max, None, None, None, True, seed)
+    forms = [form_of(given[name]) for name in ("q", "k", "v", "d_out")]
     dbeta = room(q, q.shape[:-1], cu_q is not None, torch.float32)
-    _query_gradient(q, shared, gradients, None, dbeta, None, config)
-    return dbeta, gradients["delta"]
+    run = _query_launch(*forms, geometry, masks.form, parts, float(dropout_p), None, False, config)
+    run(given | {"dq": q, "dbeta": dbeta}, q)
+    return dbeta, given["delta"]
 
 
 def policy_gradient(lowered: Lowered, row_sum: Tensor, row_moment: Tensor, dbeta: Tensor) -> tuple[Tensor, Tensor]:
     """The cotangents of sum and moment, from that of beta, under a policy of the entropy."""
-    row_sum, row_moment, dbeta = row_sum.contiguous(), row_moment.contiguous(), dbeta.contiguous()
-    grad_sum, grad_moment = torch.empty_like(row_sum), torch.empty_like(row_moment)
-    numbers = {name: x for name, x in policy_arguments(lowered).items() if name not in ("POLICY", "LOG_COUNT")}
-    if row_sum.numel() > 0:
-        kernel: Any = policy_gradient_kernel
-        check_device(kernel, row_sum)
-        with torch.cuda.device_of(row_sum):
-            kernel[(triton.cdiv(row_sum.numel(), POLICY_ROWS),)](
-                dbeta, row_sum, row_moment, grad_sum, grad_moment, row_sum.numel(), **numbers,
-                ROWS=POLICY_ROWS, num_warps=POLICY_WARPS, **OPTIONS,
-            )  # fmt: skip
+    rows = {"dbeta": dbeta.contiguous(), "row_sum": row_sum.contiguous(), "row_moment": row_moment.contiguous()}
+    grad_sum, grad_moment = (torch.empty_like(rows["row_sum"]) for _ in range(2))
+    run = _policy_launch(row_sum.numel(), row_sum.device, lowered)
+    run(rows | {"grad_sum": grad_sum, "grad_moment": grad_moment}, row_sum)
     return grad_sum, grad_moment
 
 
 def _stats(
-    q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, lowered: Lowered | None, scaled: bool,
+    q: Tensor, k: Tensor, geometry: Geometry, masks: Masks, with_min: bool, lowered: Lowered | None, scaled: bool,
     config: StatsConfig | None,
 ) -> Any:  # fmt: skip
-    shape, packed = q.shape[:-1], shared["PACKED"]
+    scaled = scaled and lowered is not None
+    run = _stats_launch(form_of(q), form_of(k), geometry, masks.form, with_min, lowered, scaled, config)
+    shape, packed = q.shape[:-1], masks.cu_q is not None
     highest, total, moment = (room(q, shape, packed, torch.float32, fill) for fill in (-math.inf, 0.0, 0.0))
     count = room(q, shape, packed, torch.int32)
     lowest = room(q, shape, packed, torch.float32, math.inf) if with_min else None
     beta = room(q, shape, packed, torch.float32) if lowered is not None else None
-    query = room(q, q.shape, packed) if lowered is not None and scaled else None
-    policy = policy_arguments(lowered)
-    outputs = {
+    query = room(q, q.shape, packed) if scaled else None
+    given = {
+        "q": q,
+        "k": k,
         "out_max": highest,
         "out_sum": total,
         "out_moment": moment,
+        "out_min": total if lowest is None else lowest,
         "out_count": count,
         "out_beta": total if beta is None else beta,
+        "out_q": q if query is None else query,
     }
+    run(given | masks.given(q), q)
+    return (highest, total, moment, lowest, count), beta, query
+
+
+@functools.lru_cache(FORMS)
+def _stats_launch(
+    q: Form, k: Form, geometry: Geometry, masks: MaskForm, with_min: bool, lowered: Lowered | None, scaled_query: bool,
+    config: StatsConfig | None,
+) -> Launch:  # fmt: skip
+    shared, policy = shared_numbers(q, k, None, geometry, masks), policy_arguments(lowered)
     if _on_hopper(q, k, shared, with_min, policy, config):
-        hopper.row_stats(q, k, shared, outputs, policy, query)
-        return (highest, total, moment, lowest, count), beta, query
+        return hopper.stats_launch(q, k, shared, policy, scaled_query)
     banded = shared["LEFT"] or shared["RIGHT"]
     tiles = config if isinstance(config, Tiles) else tiles_for("stats", q.shape[-1], q.dtype, q.device, banded)
-    launch(
+    return tiled(
         stats_kernel,
         programs_of(shared, tiles.rows, by_key=False),
         tiles,
         shared,
-        q,
-        **outputs,
-        out_min=total if lowest is None else lowest,
-        out_q=q if query is None else query,
+        (q, k),
         **policy,
         WITH_MIN=with_min,
-        SCALED_QUERY=query is not None,
+        SCALED_QUERY=scaled_query,
         EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
     )
-    return (highest, total, moment, lowest, count), beta, query
 
 
 def _on_hopper(
-    q: Tensor, k: Tensor, shared: dict[str, Any], with_min: bool, policy: dict[str, Any], config: StatsConfig | None
+    q: Form, k: Form, shared: dict[str, Any], with_min: bool, policy: dict[str, Any], config: StatsConfig | None
 ) -> bool:
     """Whether the kernel for Hopper is taken: where it was asked for, or serves and keeps the card at work."""
     if isinstance(config, Tiles):
@@ -295,13 +286,41 @@ def _on_hopper(
     return not refused and (config == "hopper" or hopper.pays(q, shared["RIGHT"]))
 
 
-def _gradients(
-    q: Tensor, v: Tensor | None, beta: Tensor | None, out: Tensor | None, lse: Tensor | None, grad_out: Tensor | None,
-    row_max: Tensor | None, grad_sum: Tensor | None, grad_moment: Tensor | None, delta: Tensor | None, need_beta: bool,
-    dropout_p: float, seed: int, grad_scaled: Tensor | None = None, row_sum: Tensor | None = None,
+@functools.lru_cache(FORMS)
+def _attend_launch(
+    q: Form, k: Form, v: Form, geometry: Geometry, masks: MaskForm, dropout_p: float, config: Tiles | None
+) -> Launch:
+    shared = shared_numbers(q, k, v, geometry, masks)
+    tiles = config or tiles_for("attend", max(q.shape[-1], v.shape[-1]), q.dtype, q.device, geometry.banded)
+    return tiled(
+        attend_kernel,
+        programs_of(shared, tiles.rows, by_key=False),
+        tiles,
+        shared,
+        (q, k, v),
+        **_of_values(v, dropout_p),
+        EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
+    )
+
+
+def _of_values(v: Form, dropout_p: float) -> dict[str, Any]:
+    """The numbers that kernels with values take."""
+    return {
+        **strides("v", v, "bhld"),
+        "dropout_p": dropout_p,
+        "DV": v.shape[-1],
+        "BLOCK_DV": padded(v.shape[-1]),
+        "DROPOUT": dropout_p > 0,
+    }
+
+
+def _given(
+    q: Tensor, k: Tensor, v: Tensor | None, beta: Tensor | None, masks: Masks, out: Tensor | None, lse: Tensor | None,
+    grad_out: Tensor | None, row_max: Tensor | None, grad_sum: Tensor | None, grad_moment: Tensor | None,
+    delta: Tensor | None, need_beta: bool, seed: int, grad_scaled: Tensor | None = None, row_sum: Tensor | None = None,
     row_moment: Tensor | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments that both backward kernels take; a tensor that is not needed is stood in for by ``q``."""
+) -> tuple[dict[str, Any], Parts]:  # fmt: skip
+    """The tensors that both backward kernels take; one that is not needed is stood in for by ``q``."""
     attends, scaled = grad_out is not None, grad_scaled is not None
     counts = scaled or grad_sum is not None or grad_moment is not None
     if attends and (v is None or beta is None or out is None or lse is None):
@@ -315,61 +334,81 @@ def _gradients(
     if not attends and not counts:
         raise ValueError("expected grad_out, grad_scaled, or grad_sum and grad_moment, got none of them")
     if scaled:
-        grad_sum, grad_moment = (torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
+        grad_sum, grad_moment = (q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(2))
     elif counts:
-        zero = torch.zeros(q.shape[:-1], dtype=torch.float32, device=q.device) if None in (grad_sum, grad_moment) else q
+        zero = q.new_zeros(q.shape[:-1], dtype=torch.float32) if None in (grad_sum, grad_moment) else q
         grad_sum, grad_moment = (zero if g is None else g for g in (grad_sum, grad_moment))
     if grad_out is None or v is None:
         grad_out, v = q if grad_scaled is None else grad_scaled, q
-    given_delta = delta is not None
+    parts = Parts(attends, counts, scaled, need_beta, delta is not None)
     if delta is None:
-        delta = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    return {
-        "v": v,
-        "d_out": grad_out,
-        "out": q if out is None else out.contiguous(),
-        **{
-            name: q if values is None else row_numbers(values, q)
-            for name, values in {
-                "beta": beta, "lse": lse, "row_max": row_max, "row_sum": row_sum, "row_moment": row_moment,
-                "grad_sum": grad_sum, "grad_moment": grad_moment,
-            }.items()
-        },
-        "delta": row_numbers(delta, q),
-        **strides("v", v, "bhld"),
-        **strides("g", grad_out, "bhld"),
-        "dropout_p": float(dropout_p),
-        "seed": seed,
-        "DV": v.shape[-1],
-        "BLOCK_DV": padded(v.shape[-1]),
-        "DROPOUT": dropout_p > 0,
-        "ATTEND": attends,
-        "STATS": counts,
-        "NEED_BETA": need_beta,
-        "GIVEN_DELTA": given_delta,
-        "SCALED": scaled,
+        delta = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    rows = {
+        "beta": beta, "lse": lse, "row_max": row_max, "row_sum": row_sum, "row_moment": row_moment,
+        "grad_sum": grad_sum, "grad_moment": grad_moment, "delta": delta,
     }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, "d_out": grad_out, "out": q if out is None else out.contiguous(), "seed": seed}
+    tensors |= {name: q if values is None else row_numbers(values, q) for name, values in rows.items()}
+    return tensors | masks.given(q), parts
 
 
-def _query_gradient(
-    q: Tensor, shared: dict[str, Any], gradients: dict[str, Any], dq: Tensor | None, dbeta: Tensor | None,
-    lowered: Lowered | None, config: Tiles | None,
-) -> None:  # fmt: skip
-    kernel = "stats query" if not gradients["ATTEND"] else "query" if dq is not None else "beta"
-    width = max(q.shape[-1], gradients["DV"])
-    tiles = config or tiles_for(kernel, width, q.dtype, q.device, shared["LEFT"] or shared["RIGHT"])
-    numbers = {name: x for name, x in policy_arguments(lowered).items() if name not in ("POLICY", "LOG_COUNT")}
-    launch(
+def _of_gradients(v: Form, grad_out: Form, parts: Parts, dropout_p: float) -> dict[str, Any]:
+    """The numbers that both backward kernels take."""
+    return {
+        **_of_values(v, dropout_p),
+        **strides("g", grad_out, "bhld"),
+        "ATTEND": parts.attend,
+        "STATS": parts.stats,
+        "NEED_BETA": parts.beta,
+        "GIVEN_DELTA": parts.given_delta,
+        "SCALED": parts.scaled,
+    }
+
+
+@functools.lru_cache(FORMS)
+def _query_launch(
+    q: Form, k: Form, v: Form, grad_out: Form, geometry: Geometry, masks: MaskForm, parts: Parts, dropout_p: float,
+    lowered: Lowered | None, need_query: bool, config: Tiles | None,
+) -> Launch:  # fmt: skip
+    shared = shared_numbers(q, k, v if parts.attend else None, geometry, masks)
+    kernel = "stats query" if not parts.attend else "query" if need_query else "beta"
+    width = max(q.shape[-1], v.shape[-1])
+    tiles = config or tiles_for(kernel, width, q.dtype, q.device, geometry.banded)
+    return tiled(
         query_kernel,
         programs_of(shared, tiles.rows, by_key=False),
         tiles,
         shared,
-        q,
-        **gradients,
-        **numbers,
-        dq=q if dq is None else dq,
-        dbeta=gradients["delta"] if dbeta is None else dbeta,
-        scale=shared["SCALE"],
-        NEED_QUERY=dq is not None,
+        (q, k, v, grad_out),
+        **_of_gradients(v, grad_out, parts, dropout_p),
+        **policy_arguments(lowered),
+        NEED_QUERY=need_query,
         EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
     )
+
+
+@functools.lru_cache(FORMS)
+def _key_launch(
+    q: Form, k: Form, v: Form, grad_out: Form, geometry: Geometry, masks: MaskForm, parts: Parts, dropout_p: float,
+    config: Tiles | None,
+) -> Launch:  # fmt: skip
+    shared = shared_numbers(q, k, v if parts.attend else None, geometry, masks)
+    width = max(q.shape[-1], v.shape[-1])
+    tiles = config or tiles_for("key" if parts.attend else "stats key", width, q.dtype, q.device, geometry.banded)
+    uneven = shared["k_len"] % tiles.keys != 0 or shared["q_len"] % tiles.rows != 0
+    return tiled(
+        key_kernel,
+        programs_of(shared, tiles.keys, by_key=True),
+        tiles,
+        shared,
+        (q, k, v, grad_out),
+        **_of_gradients(v, grad_out, parts, dropout_p),
+        EDGES=uneven or has_edges(shared),
+    )
+
+
+@functools.lru_cache(FORMS)
+def _policy_launch(rows: int, device: torch.device, lowered: Lowered) -> Launch:
+    numbers = {"rows": rows, **policy_arguments(lowered), "ROWS": POLICY_ROWS}
+    options = {"num_warps": POLICY_WARPS, **OPTIONS}
+    return Launch(policy_gradient_kernel, triton.cdiv(rows, POLICY_ROWS), numbers, options)

@@ -1,0 +1,72 @@
+"""Operators of torch that plain eager code calls without torch's dispatcher.
+
+``torch.compile``, ``torch.func.vmap``, fake tensors and everything else that looks at operators sees a custom operator.
+Where nothing looks, its function is called as it is, within an ``autograd.Function`` where gradients are wanted: the
+dispatcher's way to a custom operator in Python and back costs a call as much as launching several kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Operator:
+    """A function of tensors, numbers and lists of numbers, as a custom operator ``name`` and by itself.
+
+    What it returns may not be what it was given, nor lie in the same memory. ``opaque`` is the custom operator.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.opaque = torch.library.custom_op(name, function, mutates_args=())
+        self.function = function
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+        self.register_fake, self.register_vmap = self.opaque.register_fake, self.opaque.register_vmap
+        self._tracked: Any = None
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., None] | None = None
+    ) -> None:
+        """As :meth:`torch.library.CustomOpDef.register_autograd` has it."""
+        self.opaque.register_autograd(backward, setup_context=setup_context)
+        methods = {"forward": self.function, "setup_context": setup_context or _keep_nothing, "backward": backward}
+        self._tracked = type(
+            f"{self.__name__}_tracked",
+            (torch.autograd.Function,),
+            {name: staticmethod(method) for name, method in methods.items()},
+        )
+
+    def __call__(self, *arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or _watched(arguments):
+            return self.opaque(*arguments)
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+            return self._tracked.apply(*arguments) if self._tracked is not None else self.opaque(*arguments)
+        return self.function(*arguments)
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Make an :class:`Operator` of a function."""
+    return lambda function: Operator(name, function)
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del ctx, inputs, output
+
+
+def _watched(arguments: tuple[Any, ...]) -> bool:
+    """Whether something may want to see which operators run: a transform, a mode, a trace, tensors of another kind."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or any(isinstance(x, Tensor) and not _plain(x) for x in arguments)
+    )
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether a tensor is nothing but numbers in memory: not those of ``is_grads_batched=True``, for one."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and not functorch.is_legacy_batchedtensor(x)

@@ -1,0 +1,137 @@
+"""Launches that are worked out once: when what was compiled is launched directly, and when Triton decides anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from sharpmax.torch.triton.launch import Launch, Masks, _expanded_strides, form_of
+
+
+class Compiled:
+    """What a launch of a compiled kernel gives back."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self.seen = seen
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.seen.append(("again", grid, arguments))
+
+
+class Kernel:
+    """In the place of a kernel: notes how it was launched, and is compiled unless it is interpreted."""
+
+    def __init__(self, *, interpreted: bool = False) -> None:
+        self.seen: list[Any] = []
+        self.interpreted = interpreted
+
+    @staticmethod
+    def fn(x: Any, out: Any, length: Any, seed: Any, BLOCK: Any) -> None: ...
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> Any:
+            self.seen.append(("first", grid, arguments, options))
+            return None if self.interpreted else Compiled(self.seen)
+
+        return launch
+
+
+def launch(kernel: Any, programs: Any = 3) -> Launch:
+    return Launch(kernel, programs, {"length": 5, "BLOCK": 16, "unknown": 1}, {"num_warps": 2})
+
+
+def test_the_second_run_is_direct() -> None:
+    kernel, x, out = Kernel(), torch.zeros(8), torch.zeros(8)
+    run = launch(kernel)
+    run({"x": x, "out": out, "seed": 7, "more": None}, x)
+    other = torch.ones(8)
+    run({"x": other, "out": out, "seed": 8}, x)
+    first, again = kernel.seen
+    assert first == ("first", (3, 1, 1), (x, out, 5, 7, 16), {"num_warps": 2})
+    assert again[:2] == ("again", (3, 1, 1))
+    assert again[2][0] is other
+    assert again[2][2:] == (5, 8, 16)
+
+
+def test_what_begins_elsewhere_is_left_to_triton() -> None:
+    kernel, x = Kernel(), torch.zeros(8)
+    run, moved = launch(kernel, (2, 4)), torch.zeros(9)[1:]
+    for given in (moved, x, moved, x):
+        run({"x": given, "out": x, "seed": 0}, x)
+    assert [entry[0] for entry in kernel.seen] == ["first", "first", "first", "again"]
+    assert all(entry[1] == (2, 4, 1) for entry in kernel.seen)
+
+
+def test_an_interpreted_kernel_is_launched_as_ever() -> None:
+    kernel, x = Kernel(interpreted=True), torch.zeros(8)
+    run = launch(kernel)
+    for _ in range(3):
+        run({"x": x, "out": x, "seed": 0}, x)
+    assert [entry[0] for entry in kernel.seen] == ["first"] * 3
+
+
+def test_no_programs_no_launch() -> None:
+    kernel, x = Kernel(), torch.zeros(8)
+    launch(kernel, 0)({"x": x, "out": x, "seed": 0}, x)
+    assert not kernel.seen
+
+
+def test_arguments_are_made_of_tensors() -> None:
+    kernel, x = Kernel(), torch.arange(8.0)
+    run = Launch(kernel, 1, {"length": 5, "BLOCK": 16}, {}, made={"out": ("x", lambda t: t.shape)})
+    run({"x": x, "seed": 0}, x)
+    assert kernel.seen[0][2][1] == (8,)
+
+
+def test_forms() -> None:
+    x = torch.zeros(2, 3, 4)
+    assert form_of(x) == form_of(torch.ones(2, 3, 4))
+    assert form_of(x) != form_of(x.mT)
+    assert form_of(x) != form_of(x.to(torch.float16))
+    assert form_of(torch.zeros(25)[1:].view(2, 3, 4)) == form_of(x)._replace(aligned=False)
+    assert hash(form_of(x)) == hash(form_of(torch.ones(2, 3, 4)))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 7), (1, 3, 1, 7), (5, 1), (1, 1)])
+def test_strides_of_masks_are_those_of_the_expanded_mask(shape: tuple[int, ...]) -> None:
+    mask = torch.zeros(shape)
+    whole = (2, 3, 5, 7)
+    assert _expanded_strides(form_of(mask), whole) == mask.expand(whole).stride()
+    with pytest.raises(ValueError, match="broadcasts against"):
+        _expanded_strides(form_of(torch.zeros(2, 2, 5, 7)), whole)
+
+
+def test_masks_stand_in() -> None:
+    q, mask = torch.zeros(1, 2, 3, 4), torch.ones(3, 3, dtype=torch.bool)
+    given = Masks(mask).given(q)
+    assert given["mask"].dtype == torch.uint8
+    assert given["cu_q"] is q
+    assert Masks().form == (None, False, None)
+    assert Masks(cu_q=torch.arange(4), cu_k=torch.arange(4)).form.documents == 3
+
+
+@pytest.mark.gpu
+def test_compiled_kernels_are_launched_again_with_other_tensors_numbers_and_places() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    run = Launch(_added, 1, {"length": 100, "BLOCK": 128, "half": 0.5}, {"num_warps": 1})
+    buffers = torch.arange(512.0, device="cuda").view(2, 256)
+    for i, (start, seed) in enumerate([(0, 1), (0, 16), (1, 3), (4, 2**31 - 1)]):
+        x = buffers[i % 2, start : start + 100]
+        out = torch.full((100,), -1.0, device="cuda")
+        run({"x": x, "out": out, "seed": seed}, x)
+        torch.testing.assert_close(out, x * 0.5 + seed)
+    assert run.again is not None
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _added(x, out, length, half, seed, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < length) * half + seed, mask=at < length)
