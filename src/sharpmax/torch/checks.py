@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
     def restore(self, x: Tensor) -> Tensor:
         """``x`` (``[B, Hq, Lq, ...]``) with the axes before the length that the query had."""
-        return x.reshape(*self.leading, *x.shape[2:])
+        return x if len(self.leading) == 2 else x.reshape(*self.leading, *x.shape[2:])
 
 
 def checked(

@@ -116,32 +116,36 @@ def _parameters(policy: Any) -> tuple[Tensor, ...]:
 
 def triton_refusal(inputs: Inputs, policy: Policy | None) -> str:
     """What of a call the kernels do not serve, empty if they serve all of it."""
-    wide = any(x is not None and x.shape[-1] > LARGEST_HEAD for x in (inputs.q, inputs.v))
-    mask = inputs.mask
-    reasons = {
-        "a call without Triton installed": not HAS_TRITON,
-        f"tensors on {inputs.q.device.type}": inputs.q.device.type != "cuda",
-        "float64": inputs.q.dtype == torch.float64,
-        f"heads of more than {LARGEST_HEAD} columns": wide,
-        "values without columns": inputs.v is not None and inputs.v.shape[-1] == 0,
-        "the gradient of a mask": mask is not None and mask.requires_grad and torch.is_grad_enabled(),
-        "hard attention": is_hard(policy),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    q, v, mask = inputs.q, inputs.v, inputs.mask
+    if not HAS_TRITON:
+        return "a call without Triton installed"
+    if q.device.type != "cuda":
+        return f"tensors on {q.device.type}"
+    if q.dtype == torch.float64:
+        return "float64"
+    if q.shape[-1] > LARGEST_HEAD or (v is not None and v.shape[-1] > LARGEST_HEAD):
+        return f"heads of more than {LARGEST_HEAD} columns"
+    if v is not None and v.shape[-1] == 0:
+        return "values without columns"
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        return "the gradient of a mask"
+    return "hard attention" if is_hard(policy) else ""
 
 
 def _stock_refusal(inputs: Inputs, policy: Policy | None) -> str:
-    geometry, mask = inputs.geometry, inputs.mask
-    aligned = not geometry.lower_right or inputs.q.shape[2] == inputs.k.shape[2]
-    causal = geometry.left == ALL and geometry.right == 0 and aligned
-    reasons = {
-        "a softcap": geometry.softcap > 0,
-        "a scale that is not positive": geometry.scale <= 0,
-        "values without columns": inputs.v is not None and inputs.v.shape[-1] == 0,
-        "a mask of numbers": mask is not None and mask.dtype != torch.bool,
-        "a window, or causality counted from the last key": geometry.banded and not causal,
-        "causality with a mask or key lengths": geometry.banded
-        and (mask is not None or inputs.key_lengths is not None),
-        "hard attention": is_hard(policy),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    q, k, v, mask, key_lengths, geometry, _ = inputs
+    if geometry.softcap > 0:
+        return "a softcap"
+    if geometry.scale <= 0:
+        return "a scale that is not positive"
+    if v is not None and v.shape[-1] == 0:
+        return "values without columns"
+    if mask is not None and mask.dtype != torch.bool:
+        return "a mask of numbers"
+    if geometry.banded:
+        aligned = not geometry.lower_right or q.shape[2] == k.shape[2]
+        if geometry.left != ALL or geometry.right != 0 or not aligned:
+            return "a window, or causality counted from the last key"
+        if mask is not None or key_lengths is not None:
+            return "causality with a mask or key lengths"
+    return "hard attention" if is_hard(policy) else ""
