@@ -151,9 +151,8 @@ def decode(
     if stats.numel() == 0:
         return output, stats, beta
     with torch.cuda.device_of(query):
-        if not decode_hopper.refusal(query, key, value, table, mask) and decode_hopper.pays(
-            query, key, left, lengths_given=lengths is not None
-        ):
+        refused = decode_hopper.refusal(query, key, value, table, lengths, mask)
+        if not refused and decode_hopper.pays(query, key, left):
             decode_hopper.decode(
                 query, key, value, lengths, scale, softcap, left, entropy, numbers, splits, (output, stats, beta)
             )
