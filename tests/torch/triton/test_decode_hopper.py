@@ -353,7 +353,7 @@ class Pointer(NamedTuple):
     values: Tensor
     at: Any = 0
 
-    def __add__(self, offset: Any) -> Pointer:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.values, self.at + offset)
 
 
@@ -385,9 +385,11 @@ def plan_functions() -> types.SimpleNamespace:
         sum=lambda x, axis: x.sum(axis, dtype=torch.int32),
         max=torch.amax,
         min=torch.amin,
+        zeros_like=torch.zeros_like,
+        convert_layout=lambda x, _: x,
         associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=torch.int32),
     )
-    names: dict[str, Any] = {"gl": language, "__builtins__": builtins}
+    names: dict[str, Any] = {"gl": language, "__builtins__": builtins, "_uniform": lambda x: x}
     for name in ("_length", "_sight", "_splits", "_sum", "_suitable_share", "_plan", "_place", "_splits_of", "_span"):
         function = getattr(decode_hopper_kernel, name).fn
         names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
@@ -397,16 +399,16 @@ def plan_functions() -> types.SimpleNamespace:
 def check_plan(
     lengths: list[int] | None, batch: int, heads: int, capacity: int, left: int, most: int, splits: int
 ) -> None:
-    """Every key in sight belongs to one split, and splits are as the kernel needs them, and as few turns as can be."""
-    functions, keys, queries, processors = plan_functions(), decode_hopper.KEYS, 2, 132
-    tiles_at_most = -(-capacity // keys) if left < 0 else min(-(-capacity // keys), (left + queries) // keys + 2)
-    programs, share, limit, most_splits = decode_hopper.bounds(batch * heads, tiles_at_most, most, splits, processors)
-    whole = [torch.tensor(n, dtype=torch.int32) for n in (batch * heads, heads, capacity, left)]
+    """Every key in sight belongs to one split, splits are as the kernel needs them, and cost as little as can be."""
+    functions, keys, queries = plan_functions(), decode_hopper.KEYS, 2
+    query, key = (torch.empty((batch, heads, n, 64), device="meta") for n in (queries, capacity))
+    highest = decode_hopper._most_tiles(query, key, left)
+    programs, share, limit, most_splits = decode_hopper.bounds(batch * heads, highest, most, splits, 132)
     given = None if lengths is None else Pointer(torch.tensor(lengths, dtype=torch.int32))
-    sizes = (*whole, queries, keys)
-    padded = 1 if lengths is None else 1 << (batch - 1).bit_length()
+    sizes = tuple(torch.tensor(n, dtype=torch.int32) for n in (batch * heads, heads, capacity, left))
     plan = functions._plan(
-        given, torch.tensor(share, dtype=torch.int32), whole, limit, programs, padded, most, decode_hopper.OVERHEAD,
+        given, torch.tensor(share, dtype=torch.int32), sizes, limit, programs,
+        decode_hopper._padded(batch, None if given is None else given.values), most, decode_hopper.OVERHEAD,
         queries, keys,
     )  # fmt: skip
     items, chosen = int(plan[0]), int(plan[1])
@@ -418,30 +420,36 @@ def check_plan(
         return [max(1, -(-n // share)) for n in tiles]
 
     def cost(share: int) -> float:
-        return -(-heads * sum(number(share)) // programs) * (2 * share + decode_hopper.OVERHEAD / 2)
+        turns = -(-heads * sum(number(share)) // programs)
+        work = min(turns * share, -(-heads * sum(tiles) // programs) + share)
+        return 2 * work + turns * decode_hopper.OVERHEAD / 2
 
     fitting = [n for n in range(1, most + 1) if max(number(n)) <= programs and heads * sum(number(n)) <= limit]
     assert chosen in fitting
     assert cost(chosen) == min(cost(n) for n in fitting) or splits > 0
     assert items == heads * sum(number(chosen)) <= limit
-    item = 0
-    for b in range(batch):
+    lengths_of_items = [-1] * items
+    for b, count in enumerate(number(chosen)):
+        assert count <= min(programs, most_splits)
         for head in range(heads):
-            count = number(chosen)[b]
-            assert count <= min(programs, most_splits)
             pair = torch.tensor(b * heads + head, dtype=torch.int32)
-            assert [int(n) for n in functions._splits_of(pair, plan, whole, given, *sizes[4:])] == [item, count]
+            start, found = (int(n) for n in functions._splits_of(pair, plan, sizes, given, queries, keys))
+            assert found == count
             at = oldest[b] // keys * keys
             for split in range(count):
-                place = functions._place(torch.tensor(item, dtype=torch.int32), plan, whole, given, *sizes[4:])
+                item = torch.tensor(start + split, dtype=torch.int32)
+                place = functions._place(item, plan, sizes, given, queries, keys)
                 assert [int(n) for n in place] == [b, head, valid[b], split, count]
-                _, first, last = (int(n) for n in functions._span(*place[2:], whole, *sizes[4:]))
-                assert first == at or first == last == valid[b] == 0
-                assert last - first <= chosen * keys
+                _, first, last = (int(n) for n in functions._span(*place[2:], sizes, queries, keys))
+                assert first == at
                 assert last > first or valid[b] == 0
-                at, item = last, item + 1
+                assert lengths_of_items[item] == -1
+                lengths_of_items[item] = -(-tiles[b] // count)
+                at = last
+                assert -(-(last - first) // keys) <= lengths_of_items[item] <= chosen
             assert at == valid[b]
-    assert item == items
+    assert lengths_of_items == sorted(lengths_of_items, reverse=True)
+    assert min(lengths_of_items) >= 0
 
 
 @pytest.mark.parametrize("seed", range(40))

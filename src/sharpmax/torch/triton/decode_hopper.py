@@ -22,7 +22,7 @@ TILES = {8: 15, 16: 7}
 """The most tiles of a split, whose logits are kept in shared memory, by the columns that hold its rows."""
 WARPS = 4
 OVERHEAD = 3
-"""What a split costs beside its tiles, in half tiles of keys or values."""
+"""What a split costs beside its tiles of keys and of values, in halves of one."""
 LEAST_TILES: float = 2
 """Tiles of keys for each processor, below which the portable kernels are taken."""
 MOST_BATCH = 256
@@ -100,7 +100,7 @@ def decode(
         *query.stride()[:3], parts.stride(0), beta.numel(), groups, heads, capacity, left, share, limit, scale, softcap,
         *numbers,
         ROWS=rows, COLUMNS=columns, QUERIES=queries, CAPPED=softcap > 0, ENTROPY=entropy, KEYS=KEYS,
-        STAGES=STAGES[dim], BATCH=1 if lengths is None else _power_of_2(batch), TILES=most, OVERHEAD=OVERHEAD,
+        STAGES=STAGES[dim], BATCH=_padded(batch, lengths), TILES=most, OVERHEAD=OVERHEAD,
         SPLITS=min(_power_of_2(splits), SPLITS), LINES=lines, CHUNK=PARTS // lines,
         num_warps=WARPS, launch_cooperative_grid=True, **OPTIONS,
     )  # fmt: skip
@@ -116,6 +116,11 @@ def bounds(groups: int, tiles: int, most: int, splits: int, processors: int) -> 
     share = min(-(-tiles // min(splits, programs)), most) if splits else 0
     limit = groups * -(-tiles // (share or most)) + (0 if share else SPARE * programs)
     return programs, share, limit, min(-(-tiles // (share or 1)), programs)
+
+
+def _padded(batch: int, lengths: Tensor | None) -> int:
+    """Numbers in the kernel's plan: one for each lane or more, or one where all lengths are the same."""
+    return 1 if batch == 1 or lengths is None else max(32, _power_of_2(batch))
 
 
 def _rows(query: Tensor, key: Tensor) -> int:

@@ -11,7 +11,7 @@ its columns, of which 8 suffice. A thread finds the logits that it kept where it
 
 How many splits a head gets follows from its keys in sight, which only the device knows: every program makes the same
 plan before it begins, one number of tiles that no split exceeds, and finds its splits by it. They are numbered head by
-head, and a program takes one in each turn, in the order of their numbers.
+head, and those of each turn are as many as there are programs, which take one each.
 
 No program waits for ever. All run at once (a cooperative launch), and each publishes the statistics of its split of a
 turn before it waits for others, for the split of the turn before. A head has no more splits than there are programs, so
@@ -69,29 +69,30 @@ def _sum(a, b):
 
 
 @gluon.jit
+def _uniform(x):
+    """A whole number that all threads of a warp hold, so that the compiler sees that they do, and branches as one."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _suitable_share(
-    lengths, sizes, limit, programs,
-    BATCH: gl.constexpr, TILES: gl.constexpr, OVERHEAD: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
-):  # fmt: skip
+    tiles, there, alike, limit, programs, layout: gl.constexpr, TILES: gl.constexpr, OVERHEAD: gl.constexpr
+):
     """Of how many tiles splits should be, at most, so that programs that take one in each turn are done the soonest.
 
-    All numbers up to ``TILES``, which must be one less than a power of 2, are tried at once.
+    All numbers up to ``TILES`` are tried at once, each for ``alike`` heads of each length. Turns take as long as their
+    largest split; or, where splits differ, programs share all tiles about equally.
     """
-    groups, heads, capacity, left = sizes
-    layout: gl.constexpr = gl.BlockedLayout(
-        [max(1, BATCH // 8), (TILES + 1) // 4], [8, 4], [gl.num_warps(), 1], [0, 1]
-    )  # every warp holds all
-    batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, layout))
     share = gl.maximum(gl.arange(0, TILES + 1, layout=gl.SliceLayout(0, layout)), 1)
-    there = batch < groups // heads
-    _, tiles = _sight(_length(lengths, batch, capacity, there), left, QUERIES, KEYS)
-    tiles = gl.where(there, tiles, 0)
     splits = _splits(gl.expand_dims(tiles, 1), gl.expand_dims(share, 0))
-    items = (groups if BATCH == 1 else heads) * gl.sum(gl.where(gl.expand_dims(there, 1), splits, 0), 0)
-    cost = (items + programs - 1) // programs * (4 * share + 2 * OVERHEAD)
+    items = alike * gl.sum(gl.where(gl.expand_dims(there, 1), splits, 0), 0)
+    turns = (items + programs - 1) // programs
+    work = gl.minimum(turns * share, (alike * gl.sum(tiles, 0) + programs - 1) // programs + share)
     possible = (items <= limit) & (gl.max(splits, 0) <= programs)
-    # Of equal costs, that of the fewest splits.
-    return TILES - gl.min(gl.where(possible, cost * (TILES + 1) + TILES - share, 0x7FFFFFFF), 0) % (TILES + 1)
+    cost = gl.where(possible, 4 * work + turns * OVERHEAD, 0x3FFFFFF)
+    return TILES - gl.min(cost * (TILES + 1) + TILES - share, 0) % (TILES + 1)  # of equal costs, the fewest splits
 
 
 @gluon.jit
@@ -102,32 +103,46 @@ def _plan(
     """How many splits there are, the most tiles of one, and batch elements with the first split of each.
 
     Of elements of the same length, ``BATCH`` of 1 stands for all. Splits are at most ``limit``; a head has at most one
-    for each program.
+    for each program. Splits of more tiles come first, so that those of a turn are about equal. ``TILES`` is one less
+    than a power of 2. Every warp holds all of it.
     """
     groups, heads, capacity, left = sizes
-    if share == 0:
-        share = _suitable_share(lengths, sizes, limit, programs, BATCH, TILES, OVERHEAD, QUERIES, KEYS)
-    layout: gl.constexpr = gl.BlockedLayout([max(1, BATCH // 32)], [32], [gl.num_warps()], [0])  # every warp holds all
-    batch = gl.arange(0, BATCH, layout=layout)
+    layout: gl.constexpr = gl.BlockedLayout(
+        [max(1, BATCH // 8), (TILES + 1) // 4], [8, 4], [gl.num_warps(), 1], [0, 1]
+    )  # fmt: skip
+    batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, layout))
     there = batch < groups // heads
     _, tiles = _sight(_length(lengths, batch, capacity, there), left, QUERIES, KEYS)
-    counts = gl.where(there, (groups if BATCH == 1 else heads) * _splits(tiles, share), 0)
-    firsts = gl.associative_scan(counts, 0, _sum) - counts
-    return gl.sum(counts, 0), share, batch, gl.where(there, firsts, 0x7FFFFFFF)
+    tiles = gl.where(there, tiles, 0)
+    alike = groups if BATCH == 1 else heads
+    if share == 0:
+        share = _uniform(_suitable_share(tiles, there, alike, limit, programs, layout, TILES, OVERHEAD))
+    splits = _splits(tiles, share)
+    counts = gl.where(there, alike * splits, 0)
+    items = _uniform(gl.sum(counts, 0))
+    firsts = gl.zeros_like(counts)
+    if BATCH > 1:
+        level = gl.expand_dims(gl.arange(0, TILES + 1, layout=gl.SliceLayout(0, layout)), 0)
+        size = gl.expand_dims((tiles + splits - 1) // splits, 1)
+        larger = gl.sum(gl.where(size > level, gl.expand_dims(counts, 1), 0), 0)
+        equal = gl.where(size == level, gl.expand_dims(counts, 1), 0)
+        before = gl.associative_scan(equal, 0, _sum) - equal + gl.expand_dims(larger, 0)
+        firsts = gl.where(there, gl.sum(gl.where(size == level, before, 0), 1), 0x7FFFFFFF)
+    lanes: gl.constexpr = gl.BlockedLayout([max(1, BATCH // 32)], [32], [gl.num_warps()], [0])
+    return items, share, gl.arange(0, BATCH, layout=lanes), gl.convert_layout(firsts, lanes)
 
 
 @gluon.jit
 def _place(item, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     """Batch element and head of a split, how many keys are valid, its number within the head and how many it has."""
     _, heads, capacity, left = sizes
-    _, share, _, firsts = plan
-    begun = firsts <= item
-    batch = gl.sum(begun.to(gl.int32), 0) - 1
-    rest = item - gl.max(gl.where(begun, firsts, 0), 0)
+    _, share, each, firsts = plan
+    first = gl.max(gl.where(firsts <= item, firsts, 0), 0)
+    batch = gl.max(gl.where(firsts == first, each, 0), 0)
     length = _length(lengths, batch, capacity)
     splits = _splits(_sight(length, left, QUERIES, KEYS)[1], share)
-    pair = batch * heads + rest // splits
-    return pair // heads, pair % heads, length, rest % splits, splits
+    pair = batch * heads + (item - first) // splits
+    return pair // heads, pair % heads, length, (item - first) % splits, splits
 
 
 @gluon.jit
@@ -137,7 +152,7 @@ def _splits_of(pair, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.const
     _, share, each, firsts = plan
     batch = gl.minimum(pair // heads, each.shape[0] - 1)
     splits = _splits(_sight(_length(lengths, batch, capacity), left, QUERIES, KEYS)[1], share)
-    return gl.sum(gl.where(each == batch, firsts, 0), 0) + (pair - batch * heads) * splits, splits
+    return gl.max(gl.where(each == batch, firsts, 0), 0) + (pair - batch * heads) * splits, splits
 
 
 @gluon.jit
@@ -168,8 +183,20 @@ def _row_span(row, length, left, QUERIES: gl.constexpr):
 
 @gluon.jit
 def _item(turn):
-    """The number of a program's split."""
-    return gl.program_id(0) + turn * gl.num_programs(0)
+    """The number of a program's split: programs take one each, in turn from the first on and from the last on.
+
+    Splits are sorted, so that the program that had the largest gets the smallest next.
+    """
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
+
+
+@gluon.jit
+def _turns(items):
+    """How many splits a program has."""
+    whole = items // gl.num_programs(0)
+    return whole + (_item(whole) < items).to(gl.int32)
 
 
 @gluon.jit
@@ -382,7 +409,7 @@ def hopper_decode_kernel(
     strides = (stride_qb, stride_qh, stride_ql)
     plan = _plan(lengths, share, sizes, limit, gl.num_programs(0), BATCH, TILES, OVERHEAD, QUERIES, KEYS)
     items = plan[0]
-    turns = (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    turns = _turns(items)
     ring = (k_desc, v_desc, tiles, full, turns)
     cursor = (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     for _ in range(STAGES):
