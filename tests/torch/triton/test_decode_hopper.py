@@ -390,7 +390,7 @@ def plan_functions() -> types.SimpleNamespace:
         associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=torch.int32),
     )
     names: dict[str, Any] = {"gl": language, "__builtins__": builtins, "_uniform": lambda x: x}
-    for name in ("_length", "_sight", "_splits", "_sum", "_suitable_share", "_plan", "_place", "_splits_of", "_span"):
+    for name in ("_length", "_sight", "_pieces", "_sum", "_suitable_share", "_plan", "_place", "_splits_of", "_span"):
         function = getattr(decode_hopper_kernel, name).fn
         names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
     return types.SimpleNamespace(**names)
@@ -407,9 +407,8 @@ def check_plan(
     given = None if lengths is None else Pointer(torch.tensor(lengths, dtype=torch.int32))
     sizes = tuple(torch.tensor(n, dtype=torch.int32) for n in (batch * heads, heads, capacity, left))
     plan = functions._plan(
-        given, torch.tensor(share, dtype=torch.int32), sizes, limit, programs,
-        decode_hopper._padded(batch, None if given is None else given.values), most, decode_hopper.OVERHEAD,
-        queries, keys,
+        given, torch.tensor(share, dtype=torch.int32), sizes, limit, programs, decode_hopper.OVERHEAD,
+        decode_hopper._padded(batch, None if given is None else given.values), most, queries, keys,
     )  # fmt: skip
     items, chosen = int(plan[0]), int(plan[1])
     valid = [capacity] * batch if lengths is None else [min(max(n, 0), capacity) for n in lengths]
@@ -444,7 +443,7 @@ def check_plan(
                 assert first == at
                 assert last > first or valid[b] == 0
                 assert lengths_of_items[item] == -1
-                lengths_of_items[item] = -(-tiles[b] // count)
+                lengths_of_items[item] = max(1, -(-tiles[b] // count))
                 at = last
                 assert -(-(last - first) // keys) <= lengths_of_items[item] <= chosen
             assert at == valid[b]
@@ -480,7 +479,7 @@ def test_divisions_of_the_plan_are_exact() -> None:
     tiles = torch.arange(0, 20000, dtype=torch.int32)
     for share in range(1, 16):
         expected = ((tiles + share - 1) // share).clamp(min=1)
-        assert bool((functions._splits(tiles, torch.tensor(share)) == expected).all())
+        assert bool((functions._pieces(tiles, torch.tensor(share)) == expected).all())
 
 
 COMPILE = """
@@ -514,7 +513,7 @@ for width, dtype, rows, columns, splits, batch in (
     flags = {
         "ROWS": rows, "COLUMNS": columns, "QUERIES": 1, "CAPPED": False, "ENTROPY": True, "KEYS": decode_hopper.KEYS,
         "STAGES": decode_hopper.STAGES[width], "BATCH": batch, "TILES": decode_hopper.TILES[columns],
-        "OVERHEAD": decode_hopper.OVERHEAD, "SPLITS": splits, "LINES": 1, "CHUNK": decode_hopper.PARTS,
+        "SPLITS": splits, "LINES": 1, "CHUNK": decode_hopper.PARTS,
     } | ({"lengths": None} if batch == 1 else {})
     source = GluonASTSource(kernel, {name: type_of(name, made, flags) for name in kernel.arg_names}, flags)
     options = {"num_warps": decode_hopper.WARPS, "launch_cooperative_grid": True}

@@ -21,7 +21,7 @@ STAGES = {64: 6, 128: 3}
 TILES = {8: 15, 16: 7}
 """The most tiles of a split, whose logits are kept in shared memory, by the columns that hold its rows."""
 WARPS = 4
-OVERHEAD = 3
+OVERHEAD = 6
 """What a split costs beside its tiles of keys and of values, in halves of one."""
 LEAST_TILES: float = 2
 """Tiles of keys for each processor, below which the portable kernels are taken."""
@@ -97,10 +97,10 @@ def decode(
     launch(
         query, hopper.descriptor(key, KEYS), hopper.descriptor(value, KEYS), lengths,
         parts, stats, beta, shares, sums, output, torch.zeros(2 * groups, dtype=torch.int32, device=query.device),
-        *query.stride()[:3], parts.stride(0), beta.numel(), groups, heads, capacity, left, share, limit, scale, softcap,
-        *numbers,
+        *query.stride()[:3], parts.stride(0), beta.numel(), groups, heads, capacity, left, share, limit, OVERHEAD,
+        scale, softcap, *numbers,
         ROWS=rows, COLUMNS=columns, QUERIES=queries, CAPPED=softcap > 0, ENTROPY=entropy, KEYS=KEYS,
-        STAGES=STAGES[dim], BATCH=_padded(batch, lengths), TILES=most, OVERHEAD=OVERHEAD,
+        STAGES=STAGES[dim], BATCH=_padded(batch, lengths), TILES=most,
         SPLITS=min(_power_of_2(splits), SPLITS), LINES=lines, CHUNK=PARTS // lines,
         num_warps=WARPS, launch_cooperative_grid=True, **OPTIONS,
     )  # fmt: skip

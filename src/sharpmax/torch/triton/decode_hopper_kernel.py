@@ -37,7 +37,7 @@ from .hopper_kernel import advance, ex2, load_tile, lowered_beta, synchronize
 
 WHOLE_NUMBERS = (
     "stride_qb", "stride_qh", "stride_ql", "stride_part", "stride_stats",
-    "groups", "heads", "capacity", "left", "share", "limit",
+    "groups", "heads", "capacity", "left", "share", "limit", "overhead",
 )  # fmt: skip
 
 
@@ -58,9 +58,9 @@ def _sight(length, left, QUERIES: gl.constexpr, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _splits(tiles, share):
-    """How many splits of at most ``share`` tiles there are, at least one; exact for fewer than a million tiles."""
-    return gl.maximum(((tiles + share - 0.5) * (1.0 / share)).to(gl.int32), 1)
+def _pieces(n, most):
+    """How many pieces of at most ``most`` there are in ``n``, at least one; exact up to a million."""
+    return gl.maximum(((n + most - 0.5) * (1.0 / most)).to(gl.int32), 1)
 
 
 @gluon.jit
@@ -77,59 +77,58 @@ def _uniform(x):
 
 
 @gluon.jit
-def _suitable_share(
-    tiles, there, alike, limit, programs, layout: gl.constexpr, TILES: gl.constexpr, OVERHEAD: gl.constexpr
-):
+def _suitable_share(tiles, there, alike, limit, programs, overhead, layout: gl.constexpr, TILES: gl.constexpr):
     """Of how many tiles splits should be, at most, so that programs that take one in each turn are done the soonest.
 
     All numbers up to ``TILES`` are tried at once, each for ``alike`` heads of each length. Turns take as long as their
     largest split; or, where splits differ, programs share all tiles about equally.
     """
     share = gl.maximum(gl.arange(0, TILES + 1, layout=gl.SliceLayout(0, layout)), 1)
-    splits = _splits(gl.expand_dims(tiles, 1), gl.expand_dims(share, 0))
+    splits = _pieces(gl.expand_dims(tiles, 1), gl.expand_dims(share, 0))
     items = alike * gl.sum(gl.where(gl.expand_dims(there, 1), splits, 0), 0)
-    turns = (items + programs - 1) // programs
-    work = gl.minimum(turns * share, (alike * gl.sum(tiles, 0) + programs - 1) // programs + share)
-    possible = (items <= limit) & (gl.max(splits, 0) <= programs)
-    cost = gl.where(possible, 4 * work + turns * OVERHEAD, 0x3FFFFFF)
+    turns = _pieces(items, programs)
+    work = gl.minimum(turns * share, _pieces(alike * gl.sum(tiles, 0), programs) + share)
+    possible = (items <= limit) & (_pieces(gl.max(tiles, 0), share) <= programs)
+    cost = gl.where(possible, 4 * work + turns * overhead, 0x3FFFFFF)
     return TILES - gl.min(cost * (TILES + 1) + TILES - share, 0) % (TILES + 1)  # of equal costs, the fewest splits
 
 
 @gluon.jit
 def _plan(
-    lengths, share, sizes, limit, programs,
-    BATCH: gl.constexpr, TILES: gl.constexpr, OVERHEAD: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    lengths, share, sizes, limit, programs, overhead,
+    BATCH: gl.constexpr, TILES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
     """How many splits there are, the most tiles of one, and batch elements with the first split of each.
 
     Of elements of the same length, ``BATCH`` of 1 stands for all. Splits are at most ``limit``; a head has at most one
     for each program. Splits of more tiles come first, so that those of a turn are about equal. ``TILES`` is one less
-    than a power of 2. Every warp holds all of it.
+    than a power of 2. Every warp gets all of the plan. Few numbers in each thread keep its code short, which matters
+    for what runs once.
     """
     groups, heads, capacity, left = sizes
-    layout: gl.constexpr = gl.BlockedLayout(
-        [max(1, BATCH // 8), (TILES + 1) // 4], [8, 4], [gl.num_warps(), 1], [0, 1]
-    )  # fmt: skip
+    W: gl.constexpr = gl.num_warps()
+    if BATCH == 1:
+        layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // (TILES + 1), TILES + 1], [W, 1], [1, 0])
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([BATCH // 32, (TILES + 1) // W], [32, 1], [1, W], [0, 1])
     batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, layout))
     there = batch < groups // heads
     _, tiles = _sight(_length(lengths, batch, capacity, there), left, QUERIES, KEYS)
     tiles = gl.where(there, tiles, 0)
     alike = groups if BATCH == 1 else heads
     if share == 0:
-        share = _uniform(_suitable_share(tiles, there, alike, limit, programs, layout, TILES, OVERHEAD))
-    splits = _splits(tiles, share)
+        share = _uniform(_suitable_share(tiles, there, alike, limit, programs, overhead, layout, TILES))
+    splits = _pieces(tiles, share)
     counts = gl.where(there, alike * splits, 0)
-    items = _uniform(gl.sum(counts, 0))
     firsts = gl.zeros_like(counts)
     if BATCH > 1:
         level = gl.expand_dims(gl.arange(0, TILES + 1, layout=gl.SliceLayout(0, layout)), 0)
-        size = gl.expand_dims((tiles + splits - 1) // splits, 1)
+        size = gl.expand_dims(_pieces(tiles, splits), 1)
         larger = gl.sum(gl.where(size > level, gl.expand_dims(counts, 1), 0), 0)
         equal = gl.where(size == level, gl.expand_dims(counts, 1), 0)
         before = gl.associative_scan(equal, 0, _sum) - equal + gl.expand_dims(larger, 0)
         firsts = gl.where(there, gl.sum(gl.where(size == level, before, 0), 1), 0x7FFFFFFF)
-    lanes: gl.constexpr = gl.BlockedLayout([max(1, BATCH // 32)], [32], [gl.num_warps()], [0])
-    return items, share, gl.arange(0, BATCH, layout=lanes), gl.convert_layout(firsts, lanes)
+    return _uniform(gl.sum(counts, 0)), share, batch, firsts
 
 
 @gluon.jit
@@ -140,7 +139,7 @@ def _place(item, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr
     first = gl.max(gl.where(firsts <= item, firsts, 0), 0)
     batch = gl.max(gl.where(firsts == first, each, 0), 0)
     length = _length(lengths, batch, capacity)
-    splits = _splits(_sight(length, left, QUERIES, KEYS)[1], share)
+    splits = _pieces(_sight(length, left, QUERIES, KEYS)[1], share)
     pair = batch * heads + (item - first) // splits
     return pair // heads, pair % heads, length, (item - first) % splits, splits
 
@@ -151,7 +150,7 @@ def _splits_of(pair, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.const
     _, heads, capacity, left = sizes
     _, share, each, firsts = plan
     batch = gl.minimum(pair // heads, each.shape[0] - 1)
-    splits = _splits(_sight(_length(lengths, batch, capacity), left, QUERIES, KEYS)[1], share)
+    splits = _pieces(_sight(_length(lengths, batch, capacity), left, QUERIES, KEYS)[1], share)
     return gl.max(gl.where(each == batch, firsts, 0), 0) + (pair - batch * heads) * splits, splits
 
 
@@ -377,16 +376,17 @@ def _group_stats(
 @gluon.jit(do_not_specialize=WHOLE_NUMBERS)
 def hopper_decode_kernel(
     query, k_desc, v_desc, lengths, parts, stats, betas, shares, sums, output, counters,
-    stride_qb, stride_qh, stride_ql, stride_part, stride_stats, groups, heads, capacity, left, share, limit, scale,
-    softcap,
+    stride_qb, stride_qh, stride_ql, stride_part, stride_stats, groups, heads, capacity, left, share, limit,
+    overhead, scale, softcap,
     lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, QUERIES: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, BATCH: gl.constexpr, TILES: gl.constexpr, OVERHEAD: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, BATCH: gl.constexpr, TILES: gl.constexpr,
     SPLITS: gl.constexpr, LINES: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Output, statistics and beta of ``ROWS`` queries for each head; ``counters``, two for each, are 0 at first.
 
-    Splits have at most ``share`` tiles, or as many as is best where it is 0. There is room for ``limit`` of them.
+    Splits have at most ``share`` tiles, or as many as is best where it is 0, if each costs ``overhead`` half tiles of
+    keys or values beside those that it has. There is room for ``limit`` of them.
     """
     D: gl.constexpr = k_desc.block_type.shape[3]
     W: gl.constexpr = gl.num_warps()
@@ -407,7 +407,7 @@ def hopper_decode_kernel(
 
     sizes = (groups, heads, capacity, left)
     strides = (stride_qb, stride_qh, stride_ql)
-    plan = _plan(lengths, share, sizes, limit, gl.num_programs(0), BATCH, TILES, OVERHEAD, QUERIES, KEYS)
+    plan = _plan(lengths, share, sizes, limit, gl.num_programs(0), overhead, BATCH, TILES, QUERIES, KEYS)
     items = plan[0]
     turns = _turns(items)
     ring = (k_desc, v_desc, tiles, full, turns)
