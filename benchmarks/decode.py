@@ -5,8 +5,10 @@
 bfloat16, 8 key heads with 8 query heads each, head size 128, one query. Stock is torch's
 scaled_dot_product_attention by cuDNN and by flash attention, each as torch takes grouped heads (``enable_gqa``) and
 with the heads of a group packed as rows of one query, which reads the cache once; the fastest counts. All run as CUDA
-graphs, in turn, round after round, each graph several calls on several caches that together exceed the cache of the
-card. Caches are full, and lengths are given where there are pages alone. Bandwidth counts keys and values once.
+graphs, in turn, round after round, each graph several calls on several caches whose valid keys together exceed the
+cache of the card. Ours are given lengths, as in serving, be the caches full or not. Stock takes none: where all lengths
+are equal, it gets the valid part of the cache, and else there is no stock decode to compare with. Bandwidth counts
+valid keys and values once.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ from sharpmax.torch.triton import decode_hopper
 HEADS, GROUP, DIM, PAGE = 8, 8, 128, 16
 BATCHES, LENGTHS = (1, 8, 64), (8192, 32768, 131072)
 QUICK = ((1, 8192), (1, 131072), (8, 32768), (64, 8192))
+PARTS = tuple((b, n) for b in (1, 8, 64) for n in LENGTHS[1:])
+VALID = ("1,024", "a tenth", "ragged")
+"""How much of a cache is valid: so many keys, a part of the capacity, or any number of keys, all equally likely."""
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 COLD_BYTES = 256 * 2**20
 CALLS = 32
@@ -52,6 +57,12 @@ class Inputs(NamedTuple):
     lengths: Tensor
 
 
+def lengths_of(batch: int, capacity: int, valid: str) -> list[int]:
+    if valid == "ragged":
+        return torch.randint(1, capacity + 1, (batch,), generator=torch.Generator().manual_seed(0)).tolist()
+    return [{"all": capacity, "a tenth": capacity // 10, "1,024": 1024}[valid]] * batch
+
+
 class SpreadOverTen:
     """A policy without numbers for the kernel: it runs as torch operations between the kernels."""
 
@@ -61,20 +72,24 @@ class SpreadOverTen:
 
 def deviation(length: int) -> float:
     """That of Gaussian logits whose softmax has the wanted entropy, log n - deviation**2 / 2."""
-    return math.sqrt(2 * (math.log(length) - ENTROPY))
+    return math.sqrt(2 * max(math.log(length) - ENTROPY, 0))
 
 
-def made(batch: int, length: int) -> Inputs:
+def made(capacity: int, lengths: list[int]) -> Inputs:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    batch = len(lengths)
     query = torch.randn((batch, HEADS * GROUP, 1, DIM), **options)
-    query *= deviation(length) * math.sqrt(DIM) / query.norm(dim=-1, keepdim=True)
-    key, value = (torch.empty((batch, HEADS, length, DIM), **options).normal_() for _ in range(2))
-    return Inputs(query, key, value, torch.full((batch,), length, dtype=torch.int32, device="cuda"))
+    wanted = torch.tensor([deviation(n) * math.sqrt(DIM) for n in lengths], **options)
+    query *= wanted.view(batch, 1, 1, 1) / query.norm(dim=-1, keepdim=True)
+    key, value = (torch.empty((batch, HEADS, capacity, DIM), **options).normal_() for _ in range(2))
+    return Inputs(query, key, value, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
 
 
-def stock(backend: SDPBackend, packed: bool) -> Call:
+def stock(backend: SDPBackend, packed: bool, length: int) -> Call:
+    """On the first ``length`` keys."""
+
     def call(given: Inputs) -> Tensor:
-        query, key, value, _ = given
+        query, key, value = given.query, given.key[:, :, :length], given.value[:, :, :length]
         with sdpa_kernel(backend):
             if packed:
                 rows = query.view(query.shape[0], HEADS, GROUP, DIM)
@@ -87,10 +102,10 @@ def stock(backend: SDPBackend, packed: bool) -> Call:
 
 def adaptive(policy: Any = sharpmax.PAPER, splits: int = 0) -> Call:
     if splits == 0:
-        return lambda given: plain(decode_attention(*given[:3], policy=policy, impl="triton"))
+        return lambda given: plain(decode_attention(*given, policy=policy, impl="triton"))
 
     def call(given: Inputs) -> Tensor:
-        cache = _Cache(given.key, given.value, None, None)
+        cache = _Cache(given.key, given.value, None, given.lengths)
         geometry = geometry_of(given.query, "lower_right", None, None, None)
         return plain(_triton_attention(given.query, cache, geometry, policy, False, splits))
 
@@ -109,7 +124,7 @@ def portable_kernels() -> Iterator[None]:
 
 def portable(given: Inputs) -> Tensor:
     with portable_kernels():
-        return plain(decode_attention(*given[:3], impl="triton"))
+        return plain(decode_attention(*given, impl="triton"))
 
 
 def paged(batch: int, length: int) -> Call:
@@ -153,28 +168,31 @@ def milliseconds(graph: torch.cuda.CUDAGraph, calls: int) -> float:
     return start.elapsed_time(end) / calls
 
 
-def measured(batch: int, length: int, rounds: int, splits: list[int]) -> dict[str, Any]:
-    size = 2 * batch * HEADS * length * DIM * 2
-    result: dict[str, Any] = {"batch": batch, "length": length, "logit_deviation": round(deviation(length), 3)}
-    logits = 4 * batch * HEADS * GROUP * length
+def measured(batch: int, capacity: int, valid: str, rounds: int, splits: list[int]) -> dict[str, Any]:
+    lengths = lengths_of(batch, capacity, valid)
+    size = 2 * sum(lengths) * HEADS * DIM * 2
+    result: dict[str, Any] = {"batch": batch, "length": capacity}
+    if valid != "all":
+        result |= {"valid": valid, "mean_length": round(sum(lengths) / batch)}
+    result["logit_deviation"] = round(statistics.mean(deviation(n) for n in lengths), 3)
+    logits = 4 * batch * HEADS * GROUP * capacity
     copies = -(-COLD_BYTES // size)
+    needed = copies * 2 * batch * HEADS * capacity * DIM * 2 + 4 * logits
     free = torch.cuda.mem_get_info()[0]
-    if copies * size + 4 * logits + 2**30 > free:
-        return result | {
-            "skipped": f"needs {(copies * size + 4 * logits) / 2**30:.0f} GiB, {free / 2**30:.0f} are free"
-        }
-    given = [made(batch, length) for _ in range(copies)]
+    if needed + 2**30 > free:
+        return result | {"skipped": f"needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free"}
+    given = [made(capacity, lengths) for _ in range(copies)]
     first = given[0]
-    statistic: Any = decode_attention(*first[:3], impl="triton", return_stats=True)
+    statistic: Any = decode_attention(*first, impl="triton", return_stats=True)
     result["share_beta_above_1_3"] = round((statistic.beta > 1.3).float().mean().item(), 4)
     del statistic
 
-    calls = {
-        f"{name}{' packed' * packed}": stock(b, packed) for name, b in BACKENDS.items() for packed in (False, True)
-    }
+    calls = stock_calls(lengths[0]) if min(lengths) == max(lengths) else {}
     stocks = list(calls)
-    calls |= {"sharpmax": adaptive(), "sharpmax, portable": portable, "sharpmax paged": paged(batch, length)}
-    calls |= {"sharpmax, policy between kernels": adaptive(SpreadOverTen())}
+    calls |= {"sharpmax": adaptive(), "sharpmax, portable": portable}
+    if valid == "all":
+        calls |= {"sharpmax paged": paged(batch, capacity)}
+        calls |= {"sharpmax, policy between kernels": adaptive(SpreadOverTen())}
     calls |= {f"sharpmax, {n} splits": adaptive(splits=n) for n in splits}
     count = copies * -(-(CALLS if size < COLD_BYTES else 4) // copies)
     graphs, outputs = {}, {}
@@ -203,16 +221,26 @@ def measured(batch: int, length: int, rounds: int, splits: list[int]) -> dict[st
         "gigabytes_per_second": {name: round(size / t / 1e6) for name, t in times.items()},
         "best_stock": best,
         "ratio_to_best_stock": round(times["sharpmax"] / times[best], 3) if best else None,
+        "ratio_to_portable": round(times["sharpmax"] / times["sharpmax, portable"], 3),
+    }
+
+
+def stock_calls(length: int) -> dict[str, Call]:
+    return {
+        f"{name}{' packed' * packed}": stock(backend, packed, length)
+        for name, backend in BACKENDS.items()
+        for packed in (False, True)
     }
 
 
 def line(result: dict[str, Any]) -> str:
-    head = f"{result['batch']:5} {result['length']:7} "
+    head = f"{result['batch']:5} {result['length']:7} {result.get('valid', ''):7} "
     if "skipped" in result:
         return head + result["skipped"]
     times, rates = result["milliseconds"], result["gigabytes_per_second"]
     timings = "  ".join(f"{name} {t:.4f} ms {rates[name]} GB/s" for name, t in times.items())
-    return f"{head} x{result['ratio_to_best_stock']} of {result['best_stock']}: {timings}"
+    ratios = f"x{result['ratio_to_best_stock']} of {result['best_stock']}, x{result['ratio_to_portable']} of portable"
+    return f"{head} {ratios}: {timings}"
 
 
 def main() -> None:
@@ -221,11 +249,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_cuda.json")
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="other numbers of splits to measure as well")
     arguments = parser.parse_args()
-    cases = QUICK if arguments.quick else tuple((b, n) for b in BATCHES for n in LENGTHS)
+    full = QUICK if arguments.quick else tuple((b, n) for b in BATCHES for n in LENGTHS)
+    cases = [(b, n, "all") for b, n in full]
+    cases += [
+        (b, n, valid) for b, n in (() if arguments.quick else PARTS) for valid in VALID if b > 1 or valid != "ragged"
+    ]
     results = []
     with torch.no_grad():
-        for batch, length in cases:
-            results.append(measured(batch, length, 7 if arguments.quick else 25, arguments.splits))
+        for case in cases:
+            results.append(measured(*case, 7 if arguments.quick else 25, arguments.splits))
             print(line(results[-1]), flush=True)
             gc.collect()
             torch.cuda.empty_cache()
@@ -236,7 +268,8 @@ def main() -> None:
         "query_heads": HEADS * GROUP,
         "head_size": DIM,
         "page_size": PAGE,
-        "results": results,
+        "results": [result for result in results if "valid" not in result],
+        "partly_valid": [result for result in results if "valid" in result],
         "provenance": provenance(["python", "-m", "benchmarks.decode", *options]),
     }
     write_text(arguments.out, json.dumps(content, indent=2) + "\n")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 import os
+import random
 import subprocess
 import sys
-from typing import Any
+import types
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -66,7 +69,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(decode_hopper, "decode", counted)
     monkeypatch.setattr(decode_hopper, "LEAST_TILES", 0)
-    monkeypatch.setattr(decode_hopper, "MOST_TURNS", math.inf)
     return asked
 
 
@@ -179,6 +181,35 @@ def test_many_turns_and_groups_that_straddle_them(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize(
+    ("batch", "capacity", "lengths"),
+    [
+        (3, 40000, [40000, 0, 1]),
+        (64, 20000, [20000] + [130] * 63),
+        (64, 20000, [0] * 63 + [20000]),
+        (200, 3000, [37 * i % 3001 for i in range(200)]),
+        (256, 1000, [0] * 256),
+        (1, 131072, [1000]),
+        (1, 131072, [100000]),
+    ],
+    ids=lambda x: str(x)[:12],
+)
+def test_caches_of_which_little_is_valid(
+    batch: int,
+    capacity: int,
+    lengths: list[int],
+    window: int | None,
+    launches: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = made(batch=batch, heads=8, kv_heads=2, queries=1, capacity=capacity)
+    result = run(tensors, lengths, window=window)
+    agree(result, portable(monkeypatch, tensors, lengths, window=window), 3e-2)
+    assert launches == [0]
+
+
+@pytest.mark.gpu
 def test_long_caches(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = made(batch=1, heads=16, kv_heads=2, queries=1, capacity=131072, deviation=4.0, **WIDE)
     result = run(tensors)
@@ -217,11 +248,11 @@ def test_strides_do_not_matter(launches: list[int]) -> None:
 
 @pytest.mark.gpu
 def test_a_captured_graph_follows_the_lengths(launches: list[int]) -> None:
-    tensors = made(queries=1)
-    lengths = lengths_of([700, 300], "cuda")
+    tensors = made(queries=1, batch=4, capacity=3000)
+    lengths = lengths_of([3000, 300, 5, 0], "cuda")
     graph, result = captured(lambda: run(tensors, lengths))
     assert launches == [0, 0]
-    for now in ([700, 300], [0, 699], [1, 77]):
+    for now in ([3000, 300, 5, 0], [0, 0, 0, 0], [1, 77, 2999, 1500], [3000, 3000, 3000, 3000], [0, 0, 0, 3000]):
         lengths.copy_(lengths_of(now))
         for _ in range(3):
             graph.replay()
@@ -267,7 +298,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_served() -> None:
     def refusal(sizes: dict[str, Any], dtype: torch.dtype = torch.float16, **more: Tensor) -> str:
         tensors = inputs(**(NARROW | sizes), dtype=dtype)
-        return decode_hopper.refusal(*tensors, more.get("table"), more.get("mask"))
+        return decode_hopper.refusal(*tensors, more.get("table"), more.get("lengths"), more.get("mask"))
 
     assert not refusal({})
     assert not refusal({"heads": 16, "kv_heads": 1, "queries": 1, **WIDE})
@@ -280,49 +311,175 @@ def test_what_is_served() -> None:
     assert "mask" in refusal({}, mask=padding())
     assert "pages" in refusal({}, table=torch.zeros(2, 4, dtype=torch.int32))
     assert "empty" in refusal({"capacity": 0})
+    assert not refusal({"batch": 257, "capacity": 10})
+    assert not refusal({"batch": 256, "capacity": 10}, lengths=torch.zeros(256, dtype=torch.int32))
+    assert "batch elements" in refusal({"batch": 257, "capacity": 10}, lengths=torch.zeros(257, dtype=torch.int32))
     query, key, value = inputs(**NARROW, dtype=torch.float16)
-    assert "contiguous" in decode_hopper.refusal(query, key.mT.contiguous().mT, value, None, None)
-    assert "contiguous" in decode_hopper.refusal(query.mT.contiguous().mT, key, value, None, None)
+    assert "contiguous" in decode_hopper.refusal(query, key.mT.contiguous().mT, value, None, None, None)
+    assert "contiguous" in decode_hopper.refusal(query.mT.contiguous().mT, key, value, None, None, None)
 
 
 def test_other_devices_and_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = inputs(**NARROW, dtype=torch.float16)
-    assert "other than Hopper" in decode_hopper.refusal(*tensors, None, None)
+    assert "other than Hopper" in decode_hopper.refusal(*tensors, None, None, None)
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     monkeypatch.setattr(hopper, "RUN_WITH", ())
-    assert "versions of Triton" in decode_hopper.refusal(*tensors, None, None)
+    assert "versions of Triton" in decode_hopper.refusal(*tensors, None, None, None)
 
 
 @pytest.mark.usefixtures("as_on_hopper")
 @pytest.mark.parametrize(
     ("shape", "left", "expected"),
     [
-        ((1, 8, 1024), -1, (False, False)),
-        ((1, 8, 8192), -1, (True, True)),
-        ((1, 8, 131072), -1, (True, True)),
-        ((1, 1, 4096), -1, (False, False)),
-        ((64, 8, 1024), -1, (True, True)),
-        ((64, 8, 8192), -1, (True, False)),  # 20 turns, of which all but a few may be for nothing
-        ((1, 8, 32768), 100, (False, False)),  # a window of two tiles
-        ((1, 8, 32768), 30000, (True, True)),
-        ((64, 8, 32768), 30000, (False, False)),
+        ((1, 8, 1024), -1, False),
+        ((1, 8, 8192), -1, True),
+        ((1, 1, 4096), -1, False),
+        ((64, 8, 1024), -1, True),
+        ((64, 8, 131072), -1, True),
+        ((1, 8, 32768), 100, False),  # a window of two tiles
+        ((1, 8, 32768), 30000, True),
+        ((64, 8, 32768), 100, True),
     ],
     ids=str,
 )
-def test_when_it_pays(shape: tuple[int, int, int], left: int, expected: tuple[bool, bool]) -> None:
+def test_when_it_pays(shape: tuple[int, int, int], left: int, expected: bool) -> None:
     query, key = (torch.empty(size, device="meta") for size in ((shape[0], shape[1], 1, 64), (*shape, 64)))
-    found = [decode_hopper.pays(query, key, left, lengths_given=given) for given in (False, True)]
-    assert tuple(found) == expected
+    assert decode_hopper.pays(query, key, left) == expected
 
 
-def test_suitable_splits() -> None:
-    for groups in (1, 2, 8, 24, 64, 133, 512, 5000):
-        for blocks in (1, 2, 15, 16, 64, 200, 1024, 1980):
-            least = -(-blocks // 15)
-            splits = decode_hopper.suitable_splits(groups, blocks, least, 132)
-            assert least <= splits <= max(least, min(132, blocks)), (groups, blocks)
-    assert decode_hopper.suitable_splits(8, 64, 5, 132) == 16  # one turn, 128 of 132 programs
-    assert decode_hopper.suitable_splits(512, 8, 1, 132) == 1  # enough heads for all
+class Pointer(NamedTuple):
+    """An address of one of the lengths, or of many."""
+
+    values: Tensor
+    at: Any = 0
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.values, self.at + offset)
+
+
+def plan_functions() -> types.SimpleNamespace:
+    """The functions of the kernel that plan, as torch operations."""
+    pytest.importorskip("triton.experimental.gluon")
+    from sharpmax.torch.triton import decode_hopper_kernel
+
+    def load(pointer: Pointer, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return pointer.values[pointer.at]
+        there = torch.where(mask, pointer.at, 0)
+        return torch.where(mask, pointer.values[there], torch.full_like(there, 12345678))  # anything may be there
+
+    def constant(like: Tensor, x: Any) -> Tensor:
+        return torch.as_tensor(x, dtype=like.dtype)
+
+    language = types.SimpleNamespace(
+        int32=torch.int32,
+        BlockedLayout=lambda *_: None,
+        SliceLayout=lambda *_: None,
+        num_warps=lambda: decode_hopper.WARPS,
+        arange=lambda first, last, layout: torch.arange(first, last, dtype=torch.int32),
+        load=load,
+        where=torch.where,
+        maximum=lambda a, b: torch.maximum(a, constant(a, b)),
+        minimum=lambda a, b: torch.minimum(a, constant(a, b)),
+        expand_dims=torch.unsqueeze,
+        sum=lambda x, axis: x.sum(axis, dtype=torch.int32),
+        max=torch.amax,
+        min=torch.amin,
+        zeros_like=torch.zeros_like,
+        convert_layout=lambda x, _: x,
+        associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=torch.int32),
+    )
+    names: dict[str, Any] = {"gl": language, "__builtins__": builtins, "_uniform": lambda x: x}
+    for name in ("_length", "_sight", "_pieces", "_sum", "_suitable_share", "_plan", "_place", "_splits_of", "_span"):
+        function = getattr(decode_hopper_kernel, name).fn
+        names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
+    return types.SimpleNamespace(**names)
+
+
+def check_plan(
+    lengths: list[int] | None, batch: int, heads: int, capacity: int, left: int, most: int, splits: int
+) -> None:
+    """Every key in sight belongs to one split, splits are as the kernel needs them, and cost as little as can be."""
+    functions, keys, queries = plan_functions(), decode_hopper.KEYS, 2
+    query, key = (torch.empty((batch, heads, n, 64), device="meta") for n in (queries, capacity))
+    highest = decode_hopper._most_tiles(query, key, left)
+    programs, share, limit, most_splits = decode_hopper.bounds(batch * heads, highest, most, splits, 132)
+    given = None if lengths is None else Pointer(torch.tensor(lengths, dtype=torch.int32))
+    sizes = tuple(torch.tensor(n, dtype=torch.int32) for n in (batch * heads, heads, capacity, left))
+    plan = functions._plan(
+        given, torch.tensor(share, dtype=torch.int32), sizes, limit, programs, decode_hopper.OVERHEAD,
+        1 if given is None else decode_hopper._padded(batch), most, queries, keys,
+    )  # fmt: skip
+    items, chosen = int(plan[0]), int(plan[1])
+    valid = [capacity] * batch if lengths is None else [min(max(n, 0), capacity) for n in lengths]
+    oldest = [max(n - queries - left, 0) if left >= 0 else 0 for n in valid]
+    tiles = [-(-n // keys) - first // keys for n, first in zip(valid, oldest, strict=True)]
+
+    def number(share: int) -> list[int]:
+        return [max(1, -(-n // share)) for n in tiles]
+
+    def cost(share: int) -> float:
+        turns = -(-heads * sum(number(share)) // programs)
+        work = min(turns * share, -(-heads * sum(tiles) // programs) + share)
+        return 2 * work + turns * decode_hopper.OVERHEAD / 2
+
+    fitting = [n for n in range(1, most + 1) if max(number(n)) <= programs and heads * sum(number(n)) <= limit]
+    assert chosen in fitting
+    assert cost(chosen) == min(cost(n) for n in fitting) or splits > 0
+    assert items == heads * sum(number(chosen)) <= limit
+    lengths_of_items = [-1] * items
+    for b, count in enumerate(number(chosen)):
+        assert count <= min(programs, most_splits)
+        for head in range(heads):
+            pair = torch.tensor(b * heads + head, dtype=torch.int32)
+            start, found = (int(n) for n in functions._splits_of(pair, plan, sizes, given, queries, keys))
+            assert found == count
+            at = oldest[b] // keys * keys
+            for split in range(count):
+                item = torch.tensor(start + split, dtype=torch.int32)
+                place = functions._place(item, plan, sizes, given, queries, keys)
+                assert [int(n) for n in place] == [b, head, valid[b], split, count]
+                _, first, last = (int(n) for n in functions._span(*place[2:], sizes, queries, keys))
+                assert first == at
+                assert last > first or valid[b] == 0
+                assert lengths_of_items[item] == -1
+                lengths_of_items[item] = max(1, -(-tiles[b] // count))
+                at = last
+                assert -(-(last - first) // keys) <= lengths_of_items[item] <= chosen
+            assert at == valid[b]
+    assert lengths_of_items == sorted(lengths_of_items, reverse=True)
+    assert min(lengths_of_items) >= 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_plans(seed: int) -> None:
+    draw = random.Random(seed)
+    batch, heads = draw.choice([1, 2, 3, 7, 31, 33, 64]), draw.choice([1, 2, 8])
+    capacity = draw.choice([1, 127, 1920, 4097])
+    lengths: list[int] | None = [draw.randint(0, capacity) for _ in range(batch)]
+    kind = seed % 5
+    if kind == 0:
+        lengths = None
+    elif kind == 1:
+        lengths = [draw.choice([0, 1, 128, capacity, -3, capacity + 1000]) for _ in range(batch)]
+    elif kind == 2:
+        lengths = [capacity, *[0] * (batch - 1)]
+    left = draw.choice([-1, -1, 0, 1, 300, 5000])
+    check_plan(lengths, batch, heads, capacity, left, draw.choice([7, 15]), draw.choice([0, 0, 0, 1, 5, 132]))
+
+
+@pytest.mark.parametrize("length", [0, 1, 1024, 32768, 131072, 132 * 15 * 128])
+def test_plans_of_large_capacity(length: int) -> None:
+    check_plan([length], 1, 1, 132 * 15 * 128, -1, 15, 0)
+    check_plan([length, 0, 777], 3, 2, 132 * 15 * 128, 100, 15, 0)
+
+
+def test_divisions_of_the_plan_are_exact() -> None:
+    functions = plan_functions()
+    tiles = torch.arange(0, 20000, dtype=torch.int32)
+    for share in range(1, 16):
+        expected = ((tiles + share - 1) // share).clamp(min=1)
+        assert bool((functions._pieces(tiles, torch.tensor(share)) == expected).all())
 
 
 COMPILE = """
@@ -346,14 +503,18 @@ def type_of(name, made, flags):
         return "*i32"
     return "*fp32" if name in FLOATS else "i32" if name in decode_hopper_kernel.WHOLE_NUMBERS else "fp32"
 
-for width, dtype, rows, columns, splits in ((128, torch.bfloat16, 8, 8, 64), (64, torch.float16, 12, 16, 1)):
+for width, dtype, rows, columns, splits, batch in (
+    (128, torch.bfloat16, 8, 8, 128, 1),
+    (128, torch.bfloat16, 8, 8, 128, 256),
+    (64, torch.float16, 12, 16, 1, 64),
+):
     made = hopper.descriptor(torch.zeros(1, 1, 256, width, dtype=dtype), decode_hopper.KEYS)
     kernel = decode_hopper_kernel.hopper_decode_kernel
     flags = {
         "ROWS": rows, "COLUMNS": columns, "QUERIES": 1, "CAPPED": False, "ENTROPY": True, "KEYS": decode_hopper.KEYS,
-        "STAGES": decode_hopper.STAGES[width], "TILES": decode_hopper.TILES[columns], "SPLITS": splits, "LINES": 1,
-        "CHUNK": decode_hopper.PARTS,
-    }
+        "STAGES": decode_hopper.STAGES[width], "BATCH": batch, "TILES": decode_hopper.TILES[columns],
+        "SPLITS": splits, "LINES": 1, "CHUNK": decode_hopper.PARTS,
+    } | ({"lengths": None} if batch == 1 else {})
     source = GluonASTSource(kernel, {name: type_of(name, made, flags) for name in kernel.arg_names}, flags)
     options = {"num_warps": decode_hopper.WARPS, "launch_cooperative_grid": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -367,5 +528,5 @@ def test_it_compiles_for_hopper_without_a_gpu_and_keeps_both_products() -> None:
     done = subprocess.run([sys.executable, "-c", COMPILE], check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [tuple(map(int, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("kernel")]
-    assert [products for _, products in found] == [2 * 2 * 8, 2 * 2 * 4]
+    assert [products for _, products in found] == [2 * 2 * 8, 2 * 2 * 8, 2 * 2 * 4]
     assert max(shared for shared, _ in found) <= 227 * 1024  # what a program may have

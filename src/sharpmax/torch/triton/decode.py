@@ -31,8 +31,7 @@ TILE_BYTES = 16384
 PADDING = 128
 """Rows of logits are padded to a multiple of this, which every block of keys divides."""
 UNBOUNDED = 1e30
-POLICY_NUMBERS = ("lo", "hi", "threshold", "floor", *(f"c{i}" for i in reversed(range(COEFFICIENTS))))
-"""What the kernels call the numbers of :func:`policy_numbers`."""
+NO_POLICY = (0.0,) * len(decode_kernel.POLICY_NUMBERS)
 INTERPRETED = not isinstance(decode_kernel.logits_kernel, triton.JITFunction)
 """Whether kernels run in Triton's interpreter, which serves tensors on the CPU."""
 
@@ -154,9 +153,8 @@ def decode(
     if stats.numel() == 0:
         return output, stats, beta
     with torch.cuda.device_of(query):
-        if not decode_hopper.refusal(query, key, value, table, mask) and decode_hopper.pays(
-            query, key, left, lengths_given=lengths is not None
-        ):
+        refused = decode_hopper.refusal(query, key, value, table, lengths, mask)
+        if not refused and decode_hopper.pays(query, key, left):
             decode_hopper.decode(
                 query, key, value, lengths, scale, softcap, left, entropy, numbers, splits, (output, stats, beta)
             )
@@ -339,7 +337,7 @@ def _values_launch(
     dim, lowered = value.shape[-1], policy is not None
     numbers = {
         **_numbers_of_cache("v", layout, value, table, mask, left),
-        **dict(zip(POLICY_NUMBERS, policy or (0.0,) * len(POLICY_NUMBERS), strict=True)),
+        **dict(zip(decode_kernel.POLICY_NUMBERS, policy or NO_POLICY, strict=True)),
         "stride_stats": rows,
         "DIM": dim,
         "LOWERED": lowered,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from . import hopper
-from .launch import OPTIONS, form_of
+from .decode_kernel import POLICY_NUMBERS
+from .launch import FORMS, OPTIONS, Form, Launch, form_of
 
 KEYS = 128
 """Keys of a tile."""
@@ -22,17 +23,25 @@ STAGES = {64: 6, 128: 3}
 TILES = {8: 15, 16: 7}
 """The most tiles of a split, whose logits are kept in shared memory, by the columns that hold its rows."""
 WARPS = 4
-OVERHEAD = 1.5
-"""What a split costs beside its tiles, in tiles."""
+OVERHEAD = 6
+"""What a split costs beside its tiles of keys and of values, in halves of one."""
 LEAST_TILES: float = 2
 """Tiles of keys for each processor, below which the portable kernels are taken."""
-MOST_TURNS: float = 5
-"""The most splits of a program where lengths are given: one without any key takes its time, too."""
+MOST_BATCH = 256
+"""The most batch elements with lengths of their own: every warp keeps where the splits of each begin."""
+SPARE = 8
+"""Splits for each program, for which there is room beside those of full caches."""
+SPLITS = 128
+"""Splits of a head whose statistics are merged at once."""
 PARTS = 64
 """Rows of partial outputs that a program adds up at a time."""
 
+Sized = Tensor | Form
 
-def refusal(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, mask: Tensor | None) -> str:
+
+def refusal(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, lengths: Tensor | None, mask: Tensor | None
+) -> str:
     """What the kernel does not serve of a call, or nothing where it serves all of it."""
     if not hopper.is_hopper(query.device) or hopper.version() not in hopper.RUN_WITH:
         return "other than Hopper GPUs and the versions of Triton that it was run with"
@@ -46,20 +55,19 @@ def refusal(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, mas
         return "empty tensors"
     if _rows(query, key) > max(TILES):
         return f"more than {max(TILES)} queries for a head of the cache"
+    if lengths is not None and key.shape[0] > MOST_BATCH:
+        return f"more than {MOST_BATCH} batch elements with lengths of their own"
     if query.stride(-1) != 1 or hopper.strides(form_of(key)) is None or hopper.strides(form_of(value)) is None:
         return "rows that are not contiguous or do not begin at multiples of 16 bytes"
-    if _least_splits(query, key) > hopper.processors(query.device):
+    if -(-key.shape[2] // KEYS) > TILES[_columns(query, key)] * hopper.processors(query.device):
         return "caches whose logits do not fit into shared memory"
     return ""
 
 
-def pays(query: Tensor, key: Tensor, left: int, *, lengths_given: bool) -> bool:
-    """Whether to take the kernel where it serves: with keys for all processors, and not too many splits without any."""
-    groups, blocks = key.shape[0] * key.shape[1], -(-key.shape[2] // KEYS)
-    programs = hopper.processors(query.device)
-    seen = blocks if left < 0 else min(blocks, (left + query.shape[2]) // KEYS + 2)
-    turns = -(-groups * suitable_splits(groups, blocks, _least_splits(query, key), programs) // programs)
-    return groups * seen >= LEAST_TILES * programs and (turns <= MOST_TURNS or not (lengths_given or left >= 0))
+def pays(query: Tensor, key: Tensor, left: int) -> bool:
+    """Whether to take the kernel where it serves: with keys for all processors, as far as the host can tell."""
+    tiles = key.shape[0] * key.shape[1] * _most_tiles(query, key, left)
+    return tiles >= LEAST_TILES * hopper.processors(query.device)
 
 
 def decode(
@@ -75,51 +83,115 @@ def decode(
     splits: int,
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Fill output, statistics and beta; 0 splits for a suitable number of them."""
+    """Fill output, statistics and beta; 0 splits for numbers of them that suit the lengths, else those of most keys."""
+    output, stats, beta = outputs
+    groups, rows = key.shape[0] * key.shape[1], _rows(query, key)
+    forms = (form_of(query), form_of(key), form_of(value))
+    run, limit, parted = _decode_launch(
+        *forms, lengths is not None, scale, softcap, left, entropy, tuple(numbers), splits, beta.numel()
+    )
+    sums = stats.new_empty((limit, rows))
+    given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "lengths": lengths,
+        "parts": stats.new_empty((3, limit, rows)),
+        "stats": stats,
+        "betas": beta,
+        "shares": stats.new_empty((limit, rows, query.shape[-1])) if parted else sums,
+        "sums": sums,
+        "output": output,
+        "counters": torch.zeros(2 * groups, dtype=torch.int32, device=query.device),
+    }
+    run(given, query)
+
+
+@functools.lru_cache(FORMS)
+def _decode_launch(
+    query: Form, key: Form, value: Form, with_lengths: bool, scale: float, softcap: float, left: int, entropy: bool,
+    policy: tuple[float, ...], splits: int, rows_in_all: int,
+) -> tuple[Launch, int, bool]:  # fmt: skip
+    """The launch, for how many splits it wants room, and whether a head may have several."""
     from .decode_hopper_kernel import hopper_decode_kernel
 
-    output, stats, beta = outputs
     batch, _, queries, dim = query.shape
     heads, capacity = key.shape[1:3]
     rows, columns = _rows(query, key), _columns(query, key)
-    groups, programs = batch * heads, hopper.processors(query.device)
-    least = _least_splits(query, key)
-    if splits == 0:
-        splits = suitable_splits(groups, -(-capacity // KEYS), least, programs)
-    splits = min(max(splits, least), programs)
-    items = groups * splits
-    programs = min(programs, items)
-    parts, sums = stats.new_empty((3, items, rows)), stats.new_empty((items, rows))
-    shares = sums.new_empty((items, rows, dim) if splits > 1 else 0)
+    groups, most = batch * heads, TILES[columns]
+    programs, share, limit, splits = bounds(
+        groups, _most_tiles(query, key, left), most, splits, hopper.processors(query.device)
+    )
     lines = 1 if groups * columns <= programs else columns
-    launch: Any = hopper_decode_kernel[(programs,)]
-    launch(
-        query, hopper.descriptor(key, KEYS), hopper.descriptor(value, KEYS), lengths,
-        parts, stats, beta, shares, sums, output, torch.zeros(2 * groups, dtype=torch.int32, device=query.device),
-        *query.stride()[:3], parts.stride(0), beta.numel(), heads, capacity, splits, left, items, scale, softcap,
-        *numbers,
-        ROWS=rows, COLUMNS=columns, QUERIES=queries, CAPPED=softcap > 0, ENTROPY=entropy, KEYS=KEYS,
-        STAGES=STAGES[dim], TILES=TILES[columns], SPLITS=1 << (splits - 1).bit_length(), LINES=lines,
-        CHUNK=PARTS // lines, num_warps=WARPS, launch_cooperative_grid=True, **OPTIONS,
-    )  # fmt: skip
+    numbers = {
+        **dict(zip(("stride_qb", "stride_qh", "stride_ql"), query.strides, strict=False)),
+        **dict(zip(POLICY_NUMBERS, policy, strict=True)),
+        "stride_part": limit * rows,
+        "stride_stats": rows_in_all,
+        "groups": groups,
+        "heads": heads,
+        "capacity": capacity,
+        "left": left,
+        "share": share,
+        "limit": limit,
+        "overhead": OVERHEAD,
+        "scale": scale,
+        "softcap": softcap,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "QUERIES": queries,
+        "CAPPED": softcap > 0,
+        "ENTROPY": entropy,
+        "KEYS": KEYS,
+        "STAGES": STAGES[dim],
+        "BATCH": _padded(batch) if with_lengths else 1,
+        "TILES": most,
+        "SPLITS": min(_power_of_2(splits), SPLITS),
+        "LINES": lines,
+        "CHUNK": PARTS // lines,
+    }
+    made = {"k_desc": ("key", _tiles), "v_desc": ("value", _tiles)}
+    options = {"num_warps": WARPS, "launch_cooperative_grid": True, **OPTIONS}
+    return Launch(hopper_decode_kernel, programs, numbers, options, made=made), limit, splits > 1
 
 
-@functools.lru_cache(4096)
-def suitable_splits(groups: int, blocks: int, least: int, programs: int) -> int:
-    """How many splits of ``blocks`` tiles keep all programs at work: they take one after the other, in equal turns."""
-    most = max(least, min(programs, blocks))
-    return min(range(least, most + 1), key=lambda n: -(-groups * n // programs) * (2 * blocks / n + OVERHEAD))
+def _tiles(cache: Tensor) -> Any:
+    """Keys or values as the copy engine takes them."""
+    return hopper.descriptor(cache, KEYS)
 
 
-def _rows(query: Tensor, key: Tensor) -> int:
+def bounds(groups: int, tiles: int, most: int, splits: int, processors: int) -> tuple[int, int, int, int]:
+    """What the host fixes of the plan, which the kernel makes from the lengths, for up to ``tiles`` tiles of a head.
+
+    How many programs there are, the most tiles of a split (0: the kernel chooses, up to ``most``, so that there is
+    room for all), for how many splits there is room, and the most splits of a head.
+    """
+    programs = min(processors, groups * tiles)
+    share = min(-(-tiles // min(splits, programs)), most) if splits else 0
+    limit = groups * -(-tiles // (share or most)) + (0 if share else SPARE * programs)
+    return programs, share, limit, min(-(-tiles // (share or 1)), programs)
+
+
+def _padded(batch: int) -> int:
+    """Numbers in the kernel's plan: one for each lane or more, or one where there is one length."""
+    return 1 if batch == 1 else max(32, _power_of_2(batch))
+
+
+def _rows(query: Sized, key: Sized) -> int:
     """Queries that share a head of the cache."""
     return query.shape[1] // key.shape[1] * query.shape[2]
 
 
-def _columns(query: Tensor, key: Tensor) -> int:
+def _columns(query: Sized, key: Sized) -> int:
     return min(TILES) if _rows(query, key) <= min(TILES) else max(TILES)
 
 
-def _least_splits(query: Tensor, key: Tensor) -> int:
-    """So many that the logits of one fit into shared memory."""
-    return -(-key.shape[2] // (KEYS * TILES[_columns(query, key)]))
+def _most_tiles(query: Sized, key: Sized, left: int) -> int:
+    """The most tiles of keys that a head may have in sight."""
+    blocks = -(-key.shape[2] // KEYS)
+    return blocks if left < 0 else min(blocks, (left + query.shape[2]) // KEYS + 2)
+
+
+def _power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least ``n``."""
+    return 1 << (n - 1).bit_length()

@@ -9,8 +9,15 @@ is refilled all the time. In the end, parts of the output are added up.
 Products are transposed: keys (or columns of values) are the rows of a tile, of which a warpgroup takes 64, and queries
 its columns, of which 8 suffice. A thread finds the logits that it kept where it put them.
 
-No program waits for ever: all run at once (a cooperative launch), a group has no more splits than there are programs,
-and every program publishes what it has before it waits.
+How many splits a head gets follows from its keys in sight, which only the device knows: every program makes the same
+plan before it begins, one number of tiles that no split exceeds, and finds its splits by it. They are numbered head by
+head, and those of each turn are as many as there are programs, which take one each.
+
+No program waits for ever. All run at once (a cooperative launch), and each publishes the statistics of its split of a
+turn before it waits for others, for the split of the turn before. A head has no more splits than there are programs, so
+they lie in two turns that follow each other: what a program waits for is of its own turn or of one before. With all
+statistics of earlier turns published, none waits for ever before it publishes those of the next, and so on for all
+turns. No program waits for parts of the output before it has published all its own.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -30,25 +37,130 @@ from .hopper_kernel import advance, ex2, load_tile, lowered_beta, synchronize
 
 WHOLE_NUMBERS = (
     "stride_qb", "stride_qh", "stride_ql", "stride_part", "stride_stats",
-    "heads", "capacity", "splits", "left", "items",
+    "groups", "heads", "capacity", "left", "share", "limit", "overhead",
 )  # fmt: skip
 
 
 @gluon.jit
-def _span(item, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Batch element and head of a split, how many keys are valid, the oldest in sight, its first and its last."""
-    _, splits, heads, capacity, left = sizes
-    pair, split = item // splits, item % splits
-    batch, head = pair // heads, pair % heads
+def _length(lengths, batch, capacity, mask=None):
+    """How many keys of a batch element are valid."""
     length = capacity
     if lengths is not None:
-        length = gl.minimum(gl.maximum(gl.load(lengths + batch), 0), capacity)
+        length = gl.minimum(gl.maximum(gl.load(lengths + batch, mask=mask), 0), capacity)
+    return length
+
+
+@gluon.jit
+def _sight(length, left, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """The oldest key in sight, and how many tiles there are from its tile on."""
     oldest = gl.where(left >= 0, gl.maximum(length - QUERIES - left, 0), 0)
-    start = oldest // KEYS * KEYS
-    share = ((length - start + KEYS - 1) // KEYS + splits - 1) // splits * KEYS
-    first = start + split * share
-    last = gl.minimum(first + share, length)
-    return batch, head, length, oldest, first, last
+    return oldest, (length - oldest // KEYS * KEYS + KEYS - 1) // KEYS
+
+
+@gluon.jit
+def _pieces(n, most):
+    """How many pieces of at most ``most`` there are in ``n``, at least one; exact up to a million."""
+    return gl.maximum(((n + most - 0.5) * (1.0 / most)).to(gl.int32), 1)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _uniform(x):
+    """A whole number that all threads of a warp hold, so that the compiler sees that they do, and branches as one."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _suitable_share(tiles, there, alike, limit, programs, overhead, layout: gl.constexpr, TILES: gl.constexpr):
+    """Of how many tiles splits should be, at most, so that programs that take one in each turn are done the soonest.
+
+    All numbers up to ``TILES`` are tried at once, each for ``alike`` heads of each length. Turns take as long as their
+    largest split; or, where splits differ, programs share all tiles about equally.
+    """
+    share = gl.maximum(gl.arange(0, TILES + 1, layout=gl.SliceLayout(0, layout)), 1)
+    splits = _pieces(gl.expand_dims(tiles, 1), gl.expand_dims(share, 0))
+    items = alike * gl.sum(gl.where(gl.expand_dims(there, 1), splits, 0), 0)
+    turns = _pieces(items, programs)
+    work = gl.minimum(turns * share, _pieces(alike * gl.sum(tiles, 0), programs) + share)
+    possible = (items <= limit) & (_pieces(gl.max(tiles, 0), share) <= programs)
+    cost = gl.where(possible, 4 * work + turns * overhead, 0x3FFFFFF)
+    return TILES - gl.min(cost * (TILES + 1) + TILES - share, 0) % (TILES + 1)  # of equal costs, the fewest splits
+
+
+@gluon.jit
+def _plan(
+    lengths, share, sizes, limit, programs, overhead,
+    BATCH: gl.constexpr, TILES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """How many splits there are, the most tiles of one, and batch elements with the first split of each.
+
+    Of elements of the same length, ``BATCH`` of 1 stands for all. Splits are at most ``limit``; a head has at most one
+    for each program. Splits of more tiles come first, so that those of a turn are about equal. ``TILES`` is one less
+    than a power of 2. Every warp gets all of the plan. Few numbers in each thread keep its code short, which matters
+    for what runs once.
+    """
+    groups, heads, capacity, left = sizes
+    W: gl.constexpr = gl.num_warps()
+    if BATCH == 1:
+        layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // (TILES + 1), TILES + 1], [W, 1], [1, 0])
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([BATCH // 32, (TILES + 1) // W], [32, 1], [1, W], [0, 1])
+    batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, layout))
+    there = batch < groups // heads
+    _, tiles = _sight(_length(lengths, batch, capacity, there), left, QUERIES, KEYS)
+    tiles = gl.where(there, tiles, 0)
+    alike = groups if BATCH == 1 else heads
+    if share == 0:
+        share = _uniform(_suitable_share(tiles, there, alike, limit, programs, overhead, layout, TILES))
+    splits = _pieces(tiles, share)
+    counts = gl.where(there, alike * splits, 0)
+    firsts = gl.zeros_like(counts)
+    if BATCH > 1:
+        level = gl.expand_dims(gl.arange(0, TILES + 1, layout=gl.SliceLayout(0, layout)), 0)
+        size = gl.expand_dims(_pieces(tiles, splits), 1)
+        larger = gl.sum(gl.where(size > level, gl.expand_dims(counts, 1), 0), 0)
+        equal = gl.where(size == level, gl.expand_dims(counts, 1), 0)
+        before = gl.associative_scan(equal, 0, _sum) - equal + gl.expand_dims(larger, 0)
+        firsts = gl.where(there, gl.sum(gl.where(size == level, before, 0), 1), 0x7FFFFFFF)
+    return _uniform(gl.sum(counts, 0)), share, batch, firsts
+
+
+@gluon.jit
+def _place(item, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """Batch element and head of a split, how many keys are valid, its number within the head and how many it has."""
+    _, heads, capacity, left = sizes
+    _, share, each, firsts = plan
+    first = gl.max(gl.where(firsts <= item, firsts, 0), 0)
+    batch = gl.max(gl.where(firsts == first, each, 0), 0)
+    length = _length(lengths, batch, capacity)
+    splits = _pieces(_sight(length, left, QUERIES, KEYS)[1], share)
+    pair = batch * heads + (item - first) // splits
+    return pair // heads, pair % heads, length, (item - first) % splits, splits
+
+
+@gluon.jit
+def _splits_of(pair, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """The first split of a head, and how many there are."""
+    _, heads, capacity, left = sizes
+    _, share, each, firsts = plan
+    batch = gl.minimum(pair // heads, each.shape[0] - 1)
+    splits = _pieces(_sight(_length(lengths, batch, capacity), left, QUERIES, KEYS)[1], share)
+    return gl.max(gl.where(each == batch, firsts, 0), 0) + (pair - batch * heads) * splits, splits
+
+
+@gluon.jit
+def _span(length, split, splits, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """The oldest key in sight, the first key of a split and its last."""
+    oldest, tiles = _sight(length, sizes[3], QUERIES, KEYS)
+    share = (tiles + splits - 1) // splits * KEYS
+    first = oldest // KEYS * KEYS + split * share
+    return oldest, first, gl.minimum(first + share, length)
 
 
 @gluon.jit
@@ -70,12 +182,24 @@ def _row_span(row, length, left, QUERIES: gl.constexpr):
 
 @gluon.jit
 def _item(turn):
-    """The number of a program's split."""
-    return gl.program_id(0) + turn * gl.num_programs(0)
+    """The number of a program's split: programs take one each, in turn from the first on and from the last on.
+
+    Splits are sorted, so that the program that had the largest gets the smallest next.
+    """
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
 
 
 @gluon.jit
-def _prefetch(cursor, ring, sizes, lengths, STAGES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+def _turns(items):
+    """How many splits a program has."""
+    whole = items // gl.num_programs(0)
+    return whole + (_item(whole) < items).to(gl.int32)
+
+
+@gluon.jit
+def _prefetch(cursor, ring, plan, sizes, lengths, STAGES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     """Send for the next tile of the program, if there is one: keys of a split, then values of the split before it."""
     step, at, blocks, batch, head, first, count, v_batch, v_head, v_first, v_count, stage = cursor
     k_desc, v_desc, tiles, full, turns = ring
@@ -86,7 +210,8 @@ def _prefetch(cursor, ring, sizes, lengths, STAGES: gl.constexpr, QUERIES: gl.co
             v_batch, v_head, v_first, v_count = batch, head, first, count
             count = 0
             if step < 2 * turns:
-                batch, head, _, _, first, last = _span(_item(step // 2), sizes, lengths, QUERIES, KEYS)
+                batch, head, length, split, splits = _place(_item(step // 2), plan, sizes, lengths, QUERIES, KEYS)
+                _, first, last = _span(length, split, splits, sizes, QUERIES, KEYS)
                 count = _count(first, last, KEYS)
         blocks = gl.where(step % 2 == 0, count, v_count)
     if at < blocks:
@@ -131,22 +256,20 @@ def _await(counter, count):
 
 @gluon.jit
 def _queries(
-    query, strides, item, sizes, ROWS: gl.constexpr, QUERIES: gl.constexpr, COLUMNS: gl.constexpr, D: gl.constexpr,
-    wide: gl.constexpr,
+    query, strides, batch, head, there, ROWS: gl.constexpr, QUERIES: gl.constexpr, COLUMNS: gl.constexpr,
+    D: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
-    """The rows that belong to a split."""
-    items, splits, heads, _, _ = sizes
-    batch, head = item // splits // heads, item // splits % heads
+    """The rows that belong to a head, or zeros where it is not there."""
     row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, wide))
     column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, wide)), 0)
     place = (head * (ROWS // QUERIES) + row // QUERIES) * strides[1] + row % QUERIES * strides[2]
     at = query + batch.to(gl.int64) * strides[0] + gl.expand_dims(place, 1) + column
-    return gl.load(at, mask=gl.expand_dims(row < gl.where(item < items, ROWS, 0), 1) & (column >= 0), other=0.0)
+    return gl.load(at, mask=gl.expand_dims(row < gl.where(there, ROWS, 0), 1) & (column >= 0), other=0.0)
 
 
 @gluon.jit
 def _pass_keys(
-    ring, cursor, stage, phase, q_tile, kept, slot, sizes, lengths, length, first, last, scale, softcap,
+    ring, cursor, stage, phase, q_tile, kept, slot, plan, sizes, lengths, length, first, last, scale, softcap,
     layout: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """Keep the logits of the keys of a split, from ``slot`` on; statistics of each row, and where the ring stands."""
@@ -154,7 +277,7 @@ def _pass_keys(
     COLUMNS: gl.constexpr = q_tile.shape[0]
     zero = gl.zeros([KEYS, COLUMNS], gl.float32, layout=layout)
     row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    newest, earliest = _row_span(row, length, sizes[4], QUERIES)
+    newest, earliest = _row_span(row, length, sizes[3], QUERIES)
     # Every place of the tile has statistics of its own, merged once at the end: no reduction within the loop.
     high = zero + MASKED
     total = zero
@@ -164,7 +287,7 @@ def _pass_keys(
         z = warpgroup_mma(tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(0, deps=(z,))
         synchronize()
-        cursor = _prefetch(cursor, ring, sizes, lengths, STAGES, QUERIES, KEYS)
+        cursor = _prefetch(cursor, ring, plan, sizes, lengths, STAGES, QUERIES, KEYS)
         stage, phase = advance(stage, phase, STAGES)
         z = z * scale
         if CAPPED:
@@ -185,7 +308,7 @@ def _pass_keys(
 
 @gluon.jit
 def _pass_values(
-    ring, cursor, stage, phase, w_tile, kept, slot, sizes, lengths, oldest, first, last, top, beta,
+    ring, cursor, stage, phase, w_tile, kept, slot, plan, sizes, lengths, oldest, first, last, top, beta,
     layout: gl.constexpr, wide: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The sum of the values of a split with their weights, that of the weights, and where the ring stands."""
@@ -216,40 +339,55 @@ def _pass_values(
         out = warpgroup_mma(tile.permute([1, 0]), w_tile.permute([1, 0]), out, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
         synchronize()
-        cursor = _prefetch(cursor, ring, sizes, lengths, STAGES, QUERIES, KEYS)
+        cursor = _prefetch(cursor, ring, plan, sizes, lengths, STAGES, QUERIES, KEYS)
         stage, phase = advance(stage, phase, STAGES)
     return out, gl.sum(weight, 0), cursor, stage, phase
 
 
 @gluon.jit
-def _group_stats(
-    parts, pair, splits, stride_part, layout: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    SPLITS: gl.constexpr,
-):  # fmt: skip
-    """Statistics of rows from those of all splits."""
-    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [32 // COLUMNS, COLUMNS], [gl.num_warps(), 1], [1, 0])
-    each = gl.expand_dims(gl.arange(0, SPLITS, layout=gl.SliceLayout(1, pairs)), 1)
-    line = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, pairs)), 0)
-    there = (each < splits) & (line < ROWS)
-    place = parts + pair.to(gl.int64) * splits * ROWS + each * ROWS + line
-    top, total, moment = _merged(
+def _some_stats(place, stride_part, there):
+    """Maximum, sum and shifted moment of some splits."""
+    return (
         gl.load(place, mask=there, other=MASKED),
         gl.load(place + stride_part, mask=there, other=0.0),
         gl.load(place + 2 * stride_part, mask=there, other=0.0),
     )
+
+
+@gluon.jit
+def _group_stats(
+    parts, first, splits, stride_part, layout: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Statistics of rows from those of all splits from ``first`` on, ``SPLITS`` at a time."""
+    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [32 // COLUMNS, COLUMNS], [gl.num_warps(), 1], [1, 0])
+    each = gl.expand_dims(gl.arange(0, SPLITS, layout=gl.SliceLayout(1, pairs)), 1)
+    line = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, pairs)), 0)
+    place = parts + first.to(gl.int64) * ROWS + each * ROWS + line
+    high, total, moment = _some_stats(place, stride_part, (each < splits) & (line < ROWS))
+    for start in range(SPLITS, splits, SPLITS):
+        there = (start + each < splits) & (line < ROWS)
+        more = _some_stats(place + start * ROWS, stride_part, there)
+        high, total, moment = _joined(high, total, moment, more[0], more[1], more[2])
+    top, total, moment = _merged(high, total, moment)
     return gl.convert_layout(top, layout), gl.convert_layout(total, layout), gl.convert_layout(moment, layout)
 
 
 @gluon.jit(do_not_specialize=WHOLE_NUMBERS)
 def hopper_decode_kernel(
     query, k_desc, v_desc, lengths, parts, stats, betas, shares, sums, output, counters,
-    stride_qb, stride_qh, stride_ql, stride_part, stride_stats, heads, capacity, splits, left, items, scale, softcap,
+    stride_qb, stride_qh, stride_ql, stride_part, stride_stats, groups, heads, capacity, left, share, limit,
+    overhead, scale, softcap,
     lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, QUERIES: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, SPLITS: gl.constexpr, LINES: gl.constexpr,
-    CHUNK: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, BATCH: gl.constexpr, TILES: gl.constexpr,
+    SPLITS: gl.constexpr, LINES: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Output, statistics and beta of ``ROWS`` queries for each head; ``counters``, two for each, are 0 at first."""
+    """Output, statistics and beta of ``ROWS`` queries for each head; ``counters``, two for each, are 0 at first.
+
+    Splits have at most ``share`` tiles, or as many as is best where it is 0, if each costs ``overhead`` half tiles of
+    keys or values beside those that it has. There is room for ``limit`` of them.
+    """
     D: gl.constexpr = k_desc.block_type.shape[3]
     W: gl.constexpr = gl.num_warps()
     dtype: gl.constexpr = k_desc.dtype
@@ -267,32 +405,44 @@ def hopper_decode_kernel(
     fence_async_shared()
     synchronize()
 
-    sizes = (items, splits, heads, capacity, left)
+    sizes = (groups, heads, capacity, left)
     strides = (stride_qb, stride_qh, stride_ql)
-    groups = items // splits
-    turns = (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    plan = _plan(lengths, share, sizes, limit, gl.num_programs(0), overhead, BATCH, TILES, QUERIES, KEYS)
+    items = plan[0]
+    turns = _turns(items)
     ring = (k_desc, v_desc, tiles, full, turns)
     cursor = (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     for _ in range(STAGES):
-        cursor = _prefetch(cursor, ring, sizes, lengths, STAGES, QUERIES, KEYS)
+        cursor = _prefetch(cursor, ring, plan, sizes, lengths, STAGES, QUERIES, KEYS)
     row = gl.arange(0, COLUMNS, layout=row_layout)
-    q = _queries(query, strides, _item(0), sizes, ROWS, QUERIES, COLUMNS, D, wide)
+    next_batch, next_head, next_length, next_split, next_splits = _place(
+        _item(0), plan, sizes, lengths, QUERIES, KEYS
+    )  # fmt: skip
+    q = _queries(query, strides, next_batch, next_head, _item(0) < items, ROWS, QUERIES, COLUMNS, D, wide)
     stage = 0
     phase = 0
-    length, oldest, first, last = 0, 0, 0, 0
+    pair, length, split, splits = 0, 0, 0, 0
+    v_pair, v_splits = 0, 0
+    done_pair, done_splits = 0, 0
     for turn in range(turns + 1):
-        v_length, v_oldest, v_first, v_last = length, oldest, first, last
+        done_pair, done_splits = v_pair, v_splits
+        v_pair, v_length, v_split, v_splits = pair, length, split, splits
         if turn < turns:  # keys of a split
             item = _item(turn)
-            _, _, length, oldest, first, last = _span(item, sizes, lengths, QUERIES, KEYS)
+            pair, length, split, splits = next_batch * heads + next_head, next_length, next_split, next_splits
+            _, first, last = _span(length, split, splits, sizes, QUERIES, KEYS)
             q_tile.store(q)
             fence_async_shared()
             synchronize()
-            if (turn > 1) & (SPLITS > 1):  # the part of the output that was written last
-                gl.atomic_add(counters + groups + _item(turn - 2) // splits, 1, sem="release")
-            q = _queries(query, strides, _item(turn + 1), sizes, ROWS, QUERIES, COLUMNS, D, wide)
+            if done_splits > 1:  # the part of the output that was written last
+                gl.atomic_add(counters + groups + done_pair, 1, sem="release")
+            next_batch, next_head, next_length, next_split, next_splits = _place(
+                _item(turn + 1), plan, sizes, lengths, QUERIES, KEYS
+            )  # fmt: skip
+            there = _item(turn + 1) < items
+            q = _queries(query, strides, next_batch, next_head, there, ROWS, QUERIES, COLUMNS, D, wide)
             top, total, moment, cursor, stage, phase = _pass_keys(
-                ring, cursor, stage, phase, q_tile, kept, turn % 2 * TILES, sizes, lengths, length, first, last,
+                ring, cursor, stage, phase, q_tile, kept, turn % 2 * TILES, plan, sizes, lengths, length, first, last,
                 scale, softcap, layout, QUERIES, KEYS, STAGES, CAPPED,
             )  # fmt: skip
             part = parts + item.to(gl.int64) * ROWS + row
@@ -300,12 +450,15 @@ def hopper_decode_kernel(
             gl.store(part + stride_part, total, mask=row < ROWS)
             gl.store(part + 2 * stride_part, moment, mask=row < ROWS)
             synchronize()
-            gl.atomic_add(counters + item // splits, 1, sem="release")
+            if splits > 1:
+                gl.atomic_add(counters + pair, 1, sem="release")
         if turn > 0:  # values of the split before
             item = _item(turn - 1)
-            pair = item // splits
-            _await(counters + pair, splits)
-            top, total, moment = _group_stats(parts, pair, splits, stride_part, row_layout, ROWS, COLUMNS, SPLITS)
+            if v_splits > 1:
+                _await(counters + v_pair, v_splits)
+            top, total, moment = _group_stats(
+                parts, item - v_split, v_splits, stride_part, row_layout, ROWS, COLUMNS, SPLITS
+            )  # fmt: skip
             if ENTROPY:
                 filled = gl.where(total > 0, total, 1.0)
                 variable = gl.log(filled) - moment / filled
@@ -313,58 +466,64 @@ def hopper_decode_kernel(
                 newest, earliest = _row_span(row, v_length, left, QUERIES)
                 variable = gl.log(gl.maximum(newest + 1 - earliest, 1).to(gl.float32))
             beta = lowered_beta(variable, (c7, c6, c5, c4, c3, c2, c1, c0), (lo, hi, threshold, floor))
-            writes = row < gl.where(item % splits == 0, ROWS, 0)
-            at = pair.to(gl.int64) * ROWS + row
+            writes = row < gl.where(v_split == 0, ROWS, 0)
+            at = v_pair.to(gl.int64) * ROWS + row
             gl.store(stats + at, gl.where(total > 0, top, -float("inf")), mask=writes)
             gl.store(stats + stride_stats + at, total, mask=writes)
             gl.store(stats + 2 * stride_stats + at, moment, mask=writes)
             gl.store(betas + at, beta, mask=writes)
+            oldest, first, last = _span(v_length, v_split, v_splits, sizes, QUERIES, KEYS)
             out, weight, cursor, stage, phase = _pass_values(
-                ring, cursor, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, sizes, lengths, v_oldest, v_first,
-                v_last, top, beta, layout, wide, QUERIES, KEYS, STAGES,
+                ring, cursor, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, plan, sizes, lengths, oldest, first,
+                last, top, beta, layout, wide, QUERIES, KEYS, STAGES,
             )  # fmt: skip
             column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(1, layout)), 1)
             inside = gl.expand_dims(row < ROWS, 0) & (column >= 0)
-            place = item.to(gl.int64) * ROWS + row
-            if SPLITS == 1:
+            if v_splits == 1:
                 out = out / gl.expand_dims(gl.where(weight > 0, weight, 1.0), 0)
-                gl.store(output + gl.expand_dims(place, 0) * D + column, out.to(dtype), mask=inside)
+                gl.store(output + gl.expand_dims(at, 0) * D + column, out.to(dtype), mask=inside)
             else:
+                place = item.to(gl.int64) * ROWS + row
                 gl.store(sums + place, weight, mask=row < ROWS)
                 gl.store(shares + gl.expand_dims(place, 0) * D + column, out, mask=inside)
     if SPLITS > 1:
         synchronize()
-        for turn in range(gl.maximum(turns - 2, 0), turns):
-            gl.atomic_add(counters + groups + _item(turn) // splits, 1, sem="release")
+        if done_splits > 1:
+            gl.atomic_add(counters + groups + done_pair, 1, sem="release")
+        if v_splits > 1:
+            gl.atomic_add(counters + groups + v_pair, 1, sem="release")
         for task in range(gl.program_id(0), groups * (COLUMNS // LINES), gl.num_programs(0)):
             pair = task // (COLUMNS // LINES)
-            _await(counters + groups + pair, splits)
-            _combine(shares, sums, output, pair, task % (COLUMNS // LINES) * LINES, splits, ROWS, LINES, D, CHUNK)
+            first, splits = _splits_of(pair, plan, sizes, lengths, QUERIES, KEYS)
+            if splits > 1:
+                _await(counters + groups + pair, splits)
+                line = task % (COLUMNS // LINES) * LINES
+                _combine(shares, sums, output, pair, line, first, splits, ROWS, LINES, D, CHUNK)
 
 
 @gluon.jit
 def _combine(
-    shares, sums, output, pair, first, splits,
+    shares, sums, output, pair, first_line, first, splits,
     ROWS: gl.constexpr, LINES: gl.constexpr, D: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Some rows of a head's output: the sum of all parts over the sum of all weights."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [32 // (D // 4), 1, D // 4], [gl.num_warps(), 1, 1], [2, 1, 0])
     flat: gl.constexpr = gl.SliceLayout(0, layout)
     each = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1)
-    line = first + gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0)
+    line = first_line + gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0)
     column = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     column = gl.expand_dims(gl.expand_dims(column, 0), 1)
     out = gl.zeros([CHUNK, LINES, D], gl.float32, layout=layout)
     weight = gl.zeros([CHUNK, LINES], gl.float32, layout=gl.SliceLayout(2, layout))
     for start in range(0, splits, CHUNK):
-        place = (pair.to(gl.int64) * splits + start + each) * ROWS + line
+        place = (first.to(gl.int64) + start + each) * ROWS + line
         there = (start + each < splits) & (line < ROWS)
         weight += gl.load(sums + place, mask=there, other=0.0)
         at = shares + gl.expand_dims(place, 2) * D + column
         out += gl.load(at, mask=gl.expand_dims(there, 2) & (column >= 0), other=0.0)
     row_weight = gl.convert_layout(gl.sum(weight, 0), gl.SliceLayout(1, flat))
     whole = gl.sum(out, 0) / gl.expand_dims(gl.where(row_weight > 0, row_weight, 1.0), 1)
-    line = first + gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(1, flat)), 1)
+    line = first_line + gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(1, flat)), 1)
     column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, flat)), 0)
     place = output + (pair.to(gl.int64) * ROWS + line) * D + column
     gl.store(place, whole.to(output.dtype.element_ty), mask=(line < ROWS) & (column >= 0))

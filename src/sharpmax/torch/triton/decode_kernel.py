@@ -23,10 +23,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .policy import lowered_beta
+from .policy import COEFFICIENTS, lowered_beta
 
 MASKED = tl.constexpr(-1e30)
 LOG2E = tl.constexpr(1.4426950408889634)
+POLICY_NUMBERS = ("lo", "hi", "threshold", "floor", *(f"c{i}" for i in reversed(range(COEFFICIENTS))))
+"""What decoding kernels call the numbers of a policy: its bounds, and its coefficients from the highest power down."""
 
 
 @triton.jit
