@@ -2,7 +2,7 @@
 
 In the letters of :mod:`.hopper_query_kernel`, which has run before and left ``g`` of every row::
 
-    dv = sum w do      dk = scale sum (a + g b) q~
+    dv = sum w do      dk = scale sum (a + g b) q~      g b = (g / 2^H) 2^x x
 
 Everything is transposed: keys are the rows of a tile and queries its columns. A program owns ``ROWS`` keys: one warp
 copies queries, cotangents and the numbers of their rows into a ring of tiles, and each of two warpgroups goes through
@@ -53,8 +53,8 @@ def _tiles_seeing(first, queries, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _load(what, STAGES: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr):
-    """Keys and values of every warpgroup; of all queries that see them, with cotangents and numbers, the first first."""
+def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Keys and values of every warpgroup; all queries that see them, with their cotangents and numbers."""
     k_desc, v_desc, q_desc, g_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, barriers, numbers, sizes = what
     k_full, k_free, q_full, q_free = barriers
     items, section, blocks, sequences, heads, group, queries = sizes
@@ -62,18 +62,14 @@ def _load(what, STAGES: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr)
     offsets = gl.arange(0, NUMBERS * LINES, layout=flat)
     stage = 0
     phase = 1
-    slot = 0
-    slot_phase = 1
     for turn in range(turns_of(items)):
         batch, head, block = assigned(turn, section, blocks, sequences, heads, False)
         first = block * ROWS
         for g in gl.static_range(GROUPS):
-            at = slot * GROUPS + g
-            mbarrier.wait(k_free.index(at), slot_phase)
-            mbarrier.expect(k_full.index(at), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            load_tile(k_desc, [batch, head, first + LINES * g, 0], k_full.index(at), k_tiles.index(at))
-            load_tile(v_desc, [batch, head, first + LINES * g, 0], k_full.index(at), v_tiles.index(at))
-        slot, slot_phase = advance(slot, slot_phase, SLOTS)
+            mbarrier.wait(k_free.index(g), turn % 2 ^ 1)
+            mbarrier.expect(k_full.index(g), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+            load_tile(k_desc, [batch, head, first + LINES * g, 0], k_full.index(g), k_tiles.index(g))
+            load_tile(v_desc, [batch, head, first + LINES * g, 0], k_full.index(g), v_tiles.index(g))
         low, count = _tiles_seeing(first, queries, CAUSAL)
         for member in range(group):
             source = head * group + member
@@ -113,19 +109,27 @@ def _hidden(product, first, start):
 
 
 @gluon.jit
+def _exponents(n_tile, HALF: gl.constexpr, layout: gl.constexpr):
+    """What makes exponents of products, for half the rows of a tile."""
+    return _number(n_tile, 0, HALF, layout), _number(n_tile, 2, HALF, layout), _number(n_tile, 3, HALF, layout)
+
+
+@gluon.jit
 def _half_step(
-    product, cotangent, q_tile, g_tile, n_tile, d_key, d_value, unit, HALF: gl.constexpr, wide: gl.constexpr
+    product, cotangent, exponents, q_tile, g_tile, n_tile, d_key, d_value, unit, HALF: gl.constexpr, wide: gl.constexpr
 ):
     """What half a tile of queries adds to both gradients."""
     layout: gl.constexpr = product.type.layout
     dtype: gl.constexpr = q_tile.dtype
-    weights = ex2(product * unit + _number(n_tile, 0, HALF, layout))
-    x = product * _number(n_tile, 2, HALF, layout) + _number(n_tile, 3, HALF, layout)
-    b = ex2(x) * (x * _number(n_tile, 4, HALF, layout) + _number(n_tile, 5, HALF, layout))
-    a = operand(weights * (cotangent + _number(n_tile, 1, HALF, layout)) + b, dtype, wide)
-    w = operand(weights, dtype, wide)
-    d_value = warpgroup_mma(w, g_tile.slice(HALF * LINES // 2, LINES // 2), d_value, is_async=True)
-    d_key = warpgroup_mma(a, q_tile.slice(HALF * LINES // 2, LINES // 2), d_key, is_async=True)
+    lse, factor, shift = exponents
+    weights = ex2(product * unit + lse)
+    x = product * factor + shift
+    b = ex2(x) * x
+    a = weights * (cotangent + _number(n_tile, 1, HALF, layout)) + b * _number(n_tile, 4, HALF, layout)
+    g_half = g_tile.slice(HALF * LINES // 2, LINES // 2)
+    q_half = q_tile.slice(HALF * LINES // 2, LINES // 2)
+    d_value = warpgroup_mma(operand(weights, dtype, wide), g_half, d_value, is_async=True)
+    d_key = warpgroup_mma(operand(a, dtype, wide), q_half, d_key, is_async=True)
     return d_key, d_value
 
 
@@ -134,24 +138,35 @@ def _tile_step(
     product, cotangent, q_tile, g_tile, n_tile, d_key, d_value, first, start, masked, unit, wide: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """What one tile of queries adds to both gradients, half by half; the two products of the tile are under way."""
+    """What one tile of queries adds to both gradients, half by half, from the two products that are under way."""
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LINES // 2, 16])
+    exponents = _exponents(n_tile, 0, half)
     product, cotangent = warpgroup_mma_wait(0, deps=(product, cotangent))
-    if CAUSAL:
+    if CAUSAL:  # noqa: SIM102
         if masked:
             product = _hidden(product, first, start)
-    left, right = halves(product, half)
-    left_cotangent, right_cotangent = halves(cotangent, half)
-    d_key, d_value = _half_step(left, left_cotangent, q_tile, g_tile, n_tile, d_key, d_value, unit, 0, wide)
-    return _half_step(right, right_cotangent, q_tile, g_tile, n_tile, d_key, d_value, unit, 1, wide)
+    left, right = halves(product)
+    of_left, of_right = halves(cotangent)
+    d_key, d_value = _half_step(left, of_left, exponents, q_tile, g_tile, n_tile, d_key, d_value, unit, 0, wide)
+    exponents = _exponents(n_tile, 1, half)
+    d_key, d_value = _half_step(right, of_right, exponents, q_tile, g_tile, n_tile, d_key, d_value, unit, 1, wide)
+    return warpgroup_mma_wait(0, deps=(d_key, d_value))
 
 
 @gluon.jit
-def _compute(
-    what, G: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr
-):
+def _put(out_desc, out_tile, gradient, batch, head, first):
+    """Write the gradient of 64 keys, through a tile in which the one before may still be."""
+    tma.store_wait(0)
+    synchronize()
+    out_tile.store(gradient.to(out_tile.dtype))
+    fence_async_shared()
+    store_tile(out_desc, [batch, head, first, 0], out_tile)
+
+
+@gluon.jit
+def _compute(what, G: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """Warpgroup G: its keys of every block of the program."""
-    dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, barriers, sizes, unit, scale = what
+    dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, out_tiles, barriers, sizes, unit, scale = what
     k_full, k_free, q_full, q_free = barriers
     items, section, blocks, sequences, heads, group, queries = sizes
     D: gl.constexpr = k_tiles.shape[2]
@@ -160,46 +175,29 @@ def _compute(
     zero = gl.zeros([LINES, LINES], gl.float32, layout=layout)
     stage = 0
     phase = 0
-    slot = 0
-    slot_phase = 0
     for turn in range(turns_of(items)):
         batch, head, block = assigned(turn, section, blocks, sequences, heads, False)
         low, count = _tiles_seeing(block * ROWS, queries, CAUSAL)
         first = block * ROWS + LINES * G
         d_key = gl.zeros([LINES, D], gl.float32, layout=wide)
         d_value = gl.zeros([LINES, D], gl.float32, layout=wide)
-        k_tile = k_tiles.index(slot * GROUPS + G)
-        v_tile = v_tiles.index(slot * GROUPS + G)
-        mbarrier.wait(k_full.index(slot * GROUPS + G), slot_phase)
-        # The keys of the block before are given back now: their gradient has been read from there meanwhile.
-        if SLOTS > 1:
-            tma.store_wait(0)
-            synchronize()
-            mbarrier.arrive(k_free.index((slot + SLOTS - 1) % SLOTS * GROUPS + G), count=1, pred=turn > 0)
+        mbarrier.wait(k_full.index(G), turn % 2)
         i = low
         for _ in range((count - low) * group):
             mbarrier.wait(q_full.index(stage), phase)
             q_tile = q_tiles.index(stage)
             g_tile = g_tiles.index(stage)
-            product, cotangent = products(k_tile, v_tile, q_tile, g_tile, zero, zero)
+            product, cotangent = products(k_tiles.index(G), v_tiles.index(G), q_tile, g_tile, zero)
             d_key, d_value = _tile_step(
                 product, cotangent, q_tile, g_tile, n_tiles.index(stage), d_key, d_value, first, i * LINES,
                 i * LINES < first + LINES, unit, wide, CAUSAL,
             )  # fmt: skip
-            d_key, d_value = warpgroup_mma_wait(0, deps=(d_key, d_value))
             mbarrier.arrive(q_free.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
             i = gl.where(i == count - 1, low, i + 1)
-        k_tile.store((d_key * scale).to(k_tile.dtype))
-        v_tile.store(d_value.to(v_tile.dtype))
-        fence_async_shared()
-        store_tile(dk_desc, [batch, head, first, 0], k_tile)
-        store_tile(dv_desc, [batch, head, first, 0], v_tile)
-        if SLOTS == 1:
-            tma.store_wait(0)
-            synchronize()
-            mbarrier.arrive(k_free.index(G), count=1)
-        slot, slot_phase = advance(slot, slot_phase, SLOTS)
+        mbarrier.arrive(k_free.index(G), count=1)
+        _put(dv_desc, out_tiles.index(G), d_value, batch, head, first)
+        _put(dk_desc, out_tiles.index(G), d_key * scale, batch, head, first)
     tma.store_wait(0)
 
 
@@ -207,22 +205,23 @@ def _compute(
 def hopper_key_kernel(
     k_desc, v_desc, q_desc, g_desc, dk_desc, dv_desc, numbers,
     items, section, blocks, sequences, heads, group, queries, unit, scale,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of blocks of keys."""
     D: gl.constexpr = k_desc.block_type.shape[3]
     dtype: gl.constexpr = k_desc.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    k_tiles = gl.allocate_shared_memory(dtype, [SLOTS * GROUPS, LINES, D], shared)
-    v_tiles = gl.allocate_shared_memory(dtype, [SLOTS * GROUPS, LINES, D], shared)
+    k_tiles = gl.allocate_shared_memory(dtype, [GROUPS, LINES, D], shared)
+    v_tiles = gl.allocate_shared_memory(dtype, [GROUPS, LINES, D], shared)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, LINES, D], shared)
     g_tiles = gl.allocate_shared_memory(dtype, [STAGES, LINES, D], shared)
+    out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, LINES, D], shared)
     n_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, NUMBERS * LINES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_full = gl.allocate_shared_memory(gl.int64, [SLOTS * GROUPS, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [SLOTS * GROUPS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS * GROUPS):
+    for i in gl.static_range(GROUPS):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_free.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -232,10 +231,10 @@ def hopper_key_kernel(
     synchronize()
     sizes = (items, section, blocks, sequences, heads, group, queries)
     barriers = (k_full, k_free, q_full, q_free)
-    what = (dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, barriers, sizes, unit, scale)
+    what = (dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, out_tiles, barriers, sizes, unit, scale)
     load = (k_desc, v_desc, q_desc, g_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, barriers, numbers, sizes)
     gl.warp_specialize([
-        (_compute, (what, 0, STAGES, SLOTS, CAUSAL)),
-        (_compute, (what, 1, STAGES, SLOTS, CAUSAL)),
-        (_load, (load, STAGES, SLOTS, CAUSAL)),
+        (_compute, (what, 0, STAGES, CAUSAL)),
+        (_compute, (what, 1, STAGES, CAUSAL)),
+        (_load, (load, STAGES, CAUSAL)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -1,16 +1,16 @@
 """The gradient of the query on Hopper, of attention and of its statistics in one pass (Gluon).
 
-With ``q~ = beta q``, ``w`` the weights, ``p`` the softmax of the logits without beta and ``H`` its entropy::
+With ``q~ = beta q``, ``w`` the weights, ``p`` the softmax of the logits without beta, ``H`` its entropy and
+``x = log p + H``::
 
-    a = w (<do, v> - D)     b = p (x + H)     dq = scale beta (sum a k + g sum b k)     g = slope <sum a k, q~>
+    a = w (<do, v> - D)     b = p x     dq = scale beta (sum a k + g sum b k)     g = slope <sum a k, q~>
 
-``x`` is the logarithm of ``p``; both it and ``H`` are in units of log 2, and so are exponents everywhere. One product
-``<q~, k>`` serves ``w`` and ``p``. What is known of a row beforehand comes as numbers (:mod:`.hopper_backward` has
-them), and ``g`` is handed on to the kernel of the keys, with ``g H``.
+Logarithms are to base 2. One product ``<q~, k>`` serves ``w`` and ``p``. What is known of a row beforehand comes as
+numbers, which :mod:`.hopper_backward` lists; ``g`` is handed on among them to the kernel of the keys.
 
 A program owns ``ROWS`` rows of queries: one warp copies keys and values into a ring of tiles, and each of two
 warpgroups goes through them with 64 rows and two accumulators of its own, so that one's products run while the other
-has exponentials to do. Programs are persistent: the next block's queries come while one is finished.
+has exponentials to do. Programs are persistent: while a block of rows is finished, the next queries are on their way.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -35,8 +35,12 @@ LINES = gl.constexpr(hopper_backward.LINES)
 """Rows of a warpgroup, and of a tile."""
 ROWS = gl.constexpr(hopper_backward.ROWS)
 NUMBERS = gl.constexpr(hopper_backward.NUMBERS)
+SLOTS = gl.constexpr(2)
+"""Blocks of query rows in shared memory."""
 COMPUTE_REGISTERS = gl.constexpr(240)
+"""Registers of a thread that computes: accumulators take 128 of them."""
 LOAD_REGISTERS = gl.constexpr(24)
+"""Registers of a thread that loads: the fewest there may be."""
 HIDDEN = gl.constexpr(-1.0e30)
 """A product whose powers are 0, and finite times any row's factor."""
 WHOLE_NUMBERS = ("items", "section", "blocks", "sequences", "heads", "group", "queries", "keys")
@@ -83,7 +87,7 @@ def _tiles_seen(first, queries, keys, COUNT: gl.constexpr, CAUSAL: gl.constexpr)
 
 
 @gluon.jit
-def _load(what, STAGES: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr):
+def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """Queries and cotangents of every warpgroup and all keys and values that they see, from the last one down."""
     q_desc, g_desc, k_desc, v_desc, q_tiles, g_tiles, k_tiles, v_tiles, q_full, q_free, k_full, k_free, sizes = what
     items, section, blocks, sequences, heads, group, queries, keys = sizes
@@ -112,10 +116,10 @@ def _load(what, STAGES: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr)
 
 
 @gluon.jit
-def products(left, right, left_tile, right_tile, first, second):
-    """Start ``left left_tile^T`` and ``right right_tile^T`` where ``first`` and ``second`` were."""
-    first = warpgroup_mma(left, left_tile.permute([1, 0]), first, use_acc=False, is_async=True)
-    second = warpgroup_mma(right, right_tile.permute([1, 0]), second, use_acc=False, is_async=True)
+def products(left, right, left_tile, right_tile, zero):
+    """Start ``left left_tile^T`` and ``right right_tile^T``."""
+    first = warpgroup_mma(left, left_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+    second = warpgroup_mma(right, right_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
     return first, second
 
 
@@ -126,13 +130,12 @@ def operand(tile, dtype: gl.constexpr, wide: gl.constexpr):
 
 
 @gluon.jit
-def halves(tile, layout: gl.constexpr):
+def halves(tile):
     """The left and the right half of a tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LINES // 2, 16])
     left, right = tile.reshape([LINES, 2, LINES // 2]).permute([0, 2, 1]).split()
-    return (
-        gl.convert_layout(left, layout, assert_trivial=True),
-        gl.convert_layout(right, layout, assert_trivial=True),
-    )
+    left = gl.convert_layout(left, layout, assert_trivial=True)
+    return left, gl.convert_layout(right, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -147,67 +150,74 @@ def _hidden(product, start, row, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _tile_step(
-    product, cotangent, k_tile, along, across, row, start, masked, keys, unit, of_row, wide: gl.constexpr,
-    CAUSAL: gl.constexpr, EDGES: gl.constexpr,
-):  # fmt: skip
-    """What one tile of keys adds to both accumulators; the two products of the tile are under way."""
-    dtype: gl.constexpr = k_tile.dtype
-    lse, delta, factor, shift, entropy = of_row
-    product = warpgroup_mma_wait(1, deps=(product,))
-    if EDGES:
-        if masked:
-            product = _hidden(product, start, row, keys, CAUSAL)
-    x = product * gl.expand_dims(factor, 1) + gl.expand_dims(shift, 1)
-    b = operand(ex2(x) * (x + gl.expand_dims(entropy, 1)), dtype, wide)
-    across = warpgroup_mma(b, k_tile, across, is_async=True)
-    weights = ex2(product * unit + gl.expand_dims(lse, 1))
-    cotangent = warpgroup_mma_wait(1, deps=(cotangent,))
-    a = operand(weights * (cotangent + gl.expand_dims(delta, 1)), dtype, wide)
-    along = warpgroup_mma(a, k_tile, along, is_async=True)
-    return along, across, a, b
+def column(x, layout: gl.constexpr):
+    """Numbers of rows, beside a tile of that layout."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True), 1)
 
 
 @gluon.jit
-def _half_step(product, cotangent, k_tile, along, across, unit, of_row, HALF: gl.constexpr, wide: gl.constexpr):
-    """What half a tile of keys adds to both accumulators."""
+def _factors(product, unit, of_row):
+    """``w`` and ``b`` of a tile of products."""
+    layout: gl.constexpr = product.type.layout
+    lse, _, factor, shift, entropy = of_row
+    x = product * column(factor, layout) + column(shift, layout)
+    return ex2(product * unit + column(lse, layout)), ex2(x - column(entropy, layout)) * x
+
+
+@gluon.jit
+def _whole_step(product, cotangent, k_tile, along, across, unit, of_row, wide: gl.constexpr):
+    """What one tile of keys adds to both accumulators; exponentials do not wait for the second product."""
     dtype: gl.constexpr = k_tile.dtype
-    inner: gl.constexpr = gl.SliceLayout(1, product.type.layout)
-    lse, delta, factor, shift, entropy = of_row
-    x = product * column(factor, inner) + column(shift, inner)
-    b = operand(ex2(x) * (x + column(entropy, inner)), dtype, wide)
-    weights = ex2(product * unit + column(lse, inner))
-    a = operand(weights * (cotangent + column(delta, inner)), dtype, wide)
-    across = warpgroup_mma(b, k_tile.slice(HALF * LINES // 2, LINES // 2), across, is_async=True)
-    along = warpgroup_mma(a, k_tile.slice(HALF * LINES // 2, LINES // 2), along, is_async=True)
+    layout: gl.constexpr = product.type.layout
+    weights, b = _factors(product, unit, of_row)
+    across = warpgroup_mma(operand(b, dtype, wide), k_tile, across, is_async=True)
+    cotangent = warpgroup_mma_wait(1, deps=(cotangent,))
+    a = weights * (cotangent + column(of_row[1], layout))
+    along = warpgroup_mma(operand(a, dtype, wide), k_tile, along, is_async=True)
     return along, across
 
 
 @gluon.jit
-def column(x, layout: gl.constexpr):
-    return gl.expand_dims(gl.convert_layout(x, layout, assert_trivial=True), 1)
+def _half_step(product, cotangent, k_tile, along, across, unit, of_row, wide: gl.constexpr):
+    """The same for half a tile, whose products are done."""
+    dtype: gl.constexpr = k_tile.dtype
+    layout: gl.constexpr = product.type.layout
+    weights, b = _factors(product, unit, of_row)
+    a = weights * (cotangent + column(of_row[1], layout))
+    across = warpgroup_mma(operand(b, dtype, wide), k_tile, across, is_async=True)
+    along = warpgroup_mma(operand(a, dtype, wide), k_tile, along, is_async=True)
+    return along, across
 
 
 @gluon.jit
-def _halves_step(
+def _tile_step(
     product, cotangent, k_tile, along, across, row, start, masked, keys, unit, of_row, wide: gl.constexpr,
-    CAUSAL: gl.constexpr, EDGES: gl.constexpr,
+    CAUSAL: gl.constexpr, EDGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """What one tile of keys adds to both accumulators, half by half."""
-    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LINES // 2, 16])
-    if EDGES:
+    """What one tile of keys adds to both accumulators, from the two products that are under way."""
+    if HALVES:
+        product, cotangent = warpgroup_mma_wait(0, deps=(product, cotangent))
+    else:
+        product = warpgroup_mma_wait(1, deps=(product,))
+    if EDGES:  # noqa: SIM102
         if masked:
             product = _hidden(product, start, row, keys, CAUSAL)
-    left, right = halves(product, half)
-    left_cotangent, right_cotangent = halves(cotangent, half)
-    along, across = _half_step(left, left_cotangent, k_tile, along, across, unit, of_row, 0, wide)
-    return _half_step(right, right_cotangent, k_tile, along, across, unit, of_row, 1, wide)
+    if HALVES:
+        left, right = halves(product)
+        of_left, of_right = halves(cotangent)
+        first = k_tile.slice(0, LINES // 2)
+        along, across = _half_step(left, of_left, first, along, across, unit, of_row, wide)
+        last = k_tile.slice(LINES // 2, LINES // 2)
+        along, across = _half_step(right, of_right, last, along, across, unit, of_row, wide)
+    else:
+        along, across = _whole_step(product, cotangent, k_tile, along, across, unit, of_row, wide)
+    return warpgroup_mma_wait(0, deps=(along, across))
 
 
 @gluon.jit
 def _compute(
-    what, G: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, EDGES: gl.constexpr,
-    STYLE: gl.constexpr,
+    what, G: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGES: gl.constexpr,
+    HALVES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup G: its rows of every block of the program."""
     out_desc, q_tiles, g_tiles, k_tiles, v_tiles, q_full, q_free, k_full, k_free, numbers, sizes, unit, scale = what
@@ -229,7 +239,8 @@ def _compute(
         seen, masked = _tiles_seen(first, queries, keys, LINES, CAUSAL)
         at = numbers_of(numbers, batch, head, heads, queries, gl.minimum(first, queries - 1)) + place_of(line)
         of_row = (
-            gl.load(at), gl.load(at + LINES), gl.load(at + 2 * LINES), gl.load(at + 3 * LINES), gl.load(at + 6 * LINES)
+            gl.load(at), gl.load(at + LINES), gl.load(at + 2 * LINES), gl.load(at + 3 * LINES),
+            gl.load(at + 5 * LINES),
         )  # fmt: skip
         row = first + line
         along = gl.zeros([LINES, D], gl.float32, layout=wide)
@@ -243,86 +254,37 @@ def _compute(
                 mbarrier.arrive(k_free.index(stage), count=1)
                 stage, phase = advance(stage, phase, STAGES)
         # The queries of the block before are given back now: its gradient has been read from there meanwhile.
-        if SLOTS > 1:
-            tma.store_wait(0)
-            synchronize()
-            mbarrier.arrive(q_free.index((slot + SLOTS - 1) % SLOTS * GROUPS + G), count=1, pred=turn > 0)
-        if STYLE == 1:
-            for i in range(seen):
-                mbarrier.wait(k_full.index(stage), phase)
-                k_tile = k_tiles.index(stage)
-                product, cotangent = products(q_tile, g_tile, k_tile, v_tiles.index(stage), zero, zero)
-                product, cotangent = warpgroup_mma_wait(0, deps=(product, cotangent))
-                along, across = _halves_step(
-                    product, cotangent, k_tile, along, across, row, (seen - 1 - i) * LINES, i < masked, keys, unit,
-                    of_row, wide, CAUSAL, EDGES,
-                )  # fmt: skip
-                along, across = warpgroup_mma_wait(0, deps=(along, across))
-                mbarrier.arrive(k_free.index(stage), count=1)
-                stage, phase = advance(stage, phase, STAGES)
-        elif STYLE == 2:
-            if seen > 0:
-                mbarrier.wait(k_full.index(stage), phase)
-                product, cotangent = products(q_tile, g_tile, k_tiles.index(stage), v_tiles.index(stage), zero, zero)
-                product, cotangent = warpgroup_mma_wait(0, deps=(product, cotangent))
-                for i in range(seen - 1):
-                    along, across = _halves_step(
-                        product, cotangent, k_tiles.index(stage), along, across, row, (seen - 1 - i) * LINES,
-                        i < masked, keys, unit, of_row, wide, CAUSAL, EDGES,
-                    )  # fmt: skip
-                    before = stage
-                    stage, phase = advance(stage, phase, STAGES)
-                    mbarrier.wait(k_full.index(stage), phase)
-                    product, cotangent = products(
-                        q_tile, g_tile, k_tiles.index(stage), v_tiles.index(stage), zero, zero
-                    )
-                    along, across, product, cotangent = warpgroup_mma_wait(
-                        0, deps=(along, across, product, cotangent)
-                    )
-                    mbarrier.arrive(k_free.index(before), count=1)
-                along, across = _halves_step(
-                    product, cotangent, k_tiles.index(stage), along, across, row, 0, seen - 1 < masked, keys, unit,
-                    of_row, wide, CAUSAL, EDGES,
-                )  # fmt: skip
-                along, across = warpgroup_mma_wait(0, deps=(along, across))
-                mbarrier.arrive(k_free.index(stage), count=1)
-                stage, phase = advance(stage, phase, STAGES)
-        else:
-            for i in range(seen):
-                mbarrier.wait(k_full.index(stage), phase)
-                k_tile = k_tiles.index(stage)
-                product, cotangent = products(q_tile, g_tile, k_tile, v_tiles.index(stage), zero, zero)
-                along, across, a, b = _tile_step(
-                    product, cotangent, k_tile, along, across, row, (seen - 1 - i) * LINES, i < masked, keys, unit,
-                    of_row, wide, CAUSAL, EDGES,
-                )  # fmt: skip
-                along, across, a, b = warpgroup_mma_wait(0, deps=(along, across, a, b))
-                mbarrier.arrive(k_free.index(stage), count=1)
-                stage, phase = advance(stage, phase, STAGES)
-        _finish(out_desc, q_tile, along, across, at, of_row[2], unit, scale, batch, head, first, queries, line, wide)
-        if SLOTS == 1:
-            tma.store_wait(0)
-            synchronize()
-            mbarrier.arrive(q_free.index(G), count=1)
+        tma.store_wait(0)
+        synchronize()
+        mbarrier.arrive(q_free.index((slot + SLOTS - 1) % SLOTS * GROUPS + G), count=1, pred=turn > 0)
+        for i in range(seen):
+            mbarrier.wait(k_full.index(stage), phase)
+            k_tile = k_tiles.index(stage)
+            product, cotangent = products(q_tile, g_tile, k_tile, v_tiles.index(stage), zero)
+            along, across = _tile_step(
+                product, cotangent, k_tile, along, across, row, (seen - 1 - i) * LINES, i < masked, keys, unit, of_row,
+                wide, CAUSAL, EDGES, HALVES,
+            )  # fmt: skip
+            mbarrier.arrive(k_free.index(stage), count=1)
+            stage, phase = advance(stage, phase, STAGES)
+        _finish(
+            out_desc, q_tile, along, across, at, of_row[2], of_row[4], unit, scale, batch, head, first, row < queries,
+            wide,
+        )  # fmt: skip
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _finish(
-    out_desc, q_tile, along, across, at, factor, unit, scale, batch, head, first, queries, line, wide: gl.constexpr
+    out_desc, q_tile, along, across, at, factor, entropy, unit, scale, batch, head, first, inside, wide: gl.constexpr
 ):
-    """Write ``g`` and ``g H`` of 64 rows, and dq, which takes the place of the query in ``q_tile``."""
-    inner: gl.constexpr = gl.SliceLayout(1, wide)
+    """Write ``g / 2^H`` of 64 rows, and dq, which takes the place of the query in ``q_tile``."""
     query = q_tile.load(wide).to(gl.float32)
-    lines: gl.constexpr = factor.type.layout
-    g = gl.load(at + 7 * LINES) * gl.convert_layout(gl.sum(along * query, 1), lines)
-    inside = first + line < queries
-    g = gl.where(inside, g, 0.0)
-    gl.store(at + 4 * LINES, g, mask=inside)
-    gl.store(at + 5 * LINES, g * gl.load(at + 6 * LINES), mask=inside)
-    size = gl.convert_layout(gl.where(inside, scale * unit / factor, 0.0), inner)
-    gradient = (along + gl.expand_dims(gl.convert_layout(g, inner), 1) * across) * gl.expand_dims(size, 1)
+    g = gl.load(at + 6 * LINES) * gl.convert_layout(gl.sum(along * query, 1), factor.type.layout)
+    gl.store(at + 4 * LINES, g * ex2(-entropy), mask=inside)
+    size = gl.where(inside, scale * unit / factor, 0.0)
+    gradient = (along + column(g, wide) * across) * column(size, wide)
     q_tile.store(gradient.to(q_tile.dtype))
     fence_async_shared()
     store_tile(out_desc, [batch, head, first, 0], q_tile)
@@ -332,7 +294,7 @@ def _finish(
 def hopper_query_kernel(
     q_desc, g_desc, k_desc, v_desc, out_desc, numbers,
     items, section, blocks, sequences, heads, group, queries, keys, unit, scale,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, EDGES: gl.constexpr, STYLE: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """dq of blocks of rows; in ``numbers``, ``g`` and ``g H`` of every row."""
     D: gl.constexpr = q_desc.block_type.shape[3]
@@ -362,7 +324,7 @@ def hopper_query_kernel(
         q_desc, g_desc, k_desc, v_desc, q_tiles, g_tiles, k_tiles, v_tiles, q_full, q_free, k_full, k_free, sizes
     )  # fmt: skip
     gl.warp_specialize([
-        (_compute, (what, 0, STAGES, SLOTS, CAUSAL, EDGES, STYLE)),
-        (_compute, (what, 1, STAGES, SLOTS, CAUSAL, EDGES, STYLE)),
-        (_load, (load, STAGES, SLOTS, CAUSAL)),
+        (_compute, (what, 0, STAGES, CAUSAL, EDGES, HALVES)),
+        (_compute, (what, 1, STAGES, CAUSAL, EDGES, HALVES)),
+        (_load, (load, STAGES, CAUSAL)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
