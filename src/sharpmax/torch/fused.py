@@ -1,8 +1,8 @@
 """Operators with a lowered policy inside, on the Triton kernels: nothing between statistics and beta is left to torch.
 
-``sharpmax::sharpened_query`` gives ``beta * q`` for torch's own attention, ``sharpmax::sharpened_attention`` has that of
-cuDNN inside, for a gradient in one piece, and ``sharpmax::adaptive_attention`` is all our own. Each has its backward
-operator. Any other policy goes through the operators of :mod:`~sharpmax.torch.ops`.
+``sharpmax::sharpened_query`` gives ``beta * q`` for torch's own attention, ``sharpmax::sharpened_attention`` has
+cuDNN's inside, for a gradient in one piece, and ``sharpmax::adaptive_attention`` is all our own; each has its
+backward operator. Any other policy goes through the operators of :mod:`~sharpmax.torch.ops`.
 """
 
 from __future__ import annotations

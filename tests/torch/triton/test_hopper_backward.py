@@ -40,7 +40,6 @@ CASES = (
     Case("grouped, all keys", batch=2, heads=4, key_heads=1, queries=200, keys=333, geometry=FULL, **NARROW),
     Case("few keys", heads=2, key_heads=2, queries=300, keys=20, geometry=CAUSAL, **WIDE),
     Case("few queries", heads=2, key_heads=2, queries=20, keys=300, geometry=CAUSAL, **WIDE),
-    Case("one query", heads=2, key_heads=1, queries=1, keys=1000, geometry=FULL, **NARROW),
     Case("narrow", batch=2, heads=3, key_heads=3, queries=600, keys=500, geometry=FULL, **NARROW),
     Case("narrow and causal", batch=2, heads=4, key_heads=2, queries=900, keys=900, geometry=CAUSAL, **NARROW),
     Case("strided", batch=2, heads=4, key_heads=4, queries=400, keys=400, geometry=CAUSAL, strided=True, **WIDE),

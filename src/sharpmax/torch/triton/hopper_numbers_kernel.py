@@ -53,7 +53,7 @@ def numbers_kernel(
     shift = tl.load(row_max + at, mask=inside, other=0.0) * LOG2E + tl.log2(total) + offset
     numbers += (tl.cast(sequence, tl.int64) * tl.num_programs(0) + tile) * (NUMBERS * LINES)
     numbers += line // 16 * 16 + line // 2 % 4 * 4 + line // 8 % 2 * 2 + line % 2  # hopper_query_kernel.place_of
-    tl.store(numbers, tl.where(inside, -tl.load(lse + at, mask=inside, other=0.0) * LOG2E, FAR))
+    tl.store(numbers, tl.where(inside, tl.load(lse + at, mask=inside, other=0.0) * -LOG2E, FAR))
     tl.store(numbers + LINES, tl.where(inside, -delta, 0.0))
     tl.store(numbers + 2 * LINES, tl.where(inside, unit * inverse, 0.0))
     tl.store(numbers + 3 * LINES, tl.where(inside, entropy * LOG2E - shift, FAR))
