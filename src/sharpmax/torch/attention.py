@@ -235,10 +235,26 @@ def with_policy_inside(
     assert numbers is not None
     given = (geometry.numbers, fused.policy_numbers(numbers), isinstance(policy, Detached))
     if impl == "stock":
+        if dropout_p == 0 and not (given[2] or numbers.constant) and _gradient_in_one_piece(inputs):
+            return fused.sharpened_attention(q, k, v, *given[:2])[0]
         return _stock(inputs, fused.sharpened_query(q, k, mask, key_lengths, *given)[0], dropout_p)
     return fused.adaptive_attention(
         q, k, v, mask, key_lengths, *starts, dropout_seed(dropout_p), *given, float(dropout_p)
     )[0]
+
+
+def _gradient_in_one_piece(inputs: Inputs) -> bool:
+    """Whether a gradient is asked for, of a call that has cuDNN's attention and ours for Hopper."""
+    q, k, v, mask, key_lengths, geometry, _ = inputs
+    return (
+        v is not None
+        and mask is None
+        and key_lengths is None
+        and torch.is_grad_enabled()
+        and any(x.requires_grad for x in (q, k, v))
+        and choice.cudnn_enabled()
+        and choice.sharpened_attention_pays(q, k, v, geometry)
+    )
 
 
 def dropout_seed(dropout_p: float) -> Tensor | None:

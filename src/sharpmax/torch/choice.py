@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.policies import Policy, is_hard
 from .checks import Inputs, forward_mode, has_tangent
-from .geometry import ALL, LARGEST_HEAD
+from .geometry import ALL, LARGEST_HEAD, Geometry
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -89,6 +89,34 @@ def compute_capability(device: torch.device) -> int:
 @functools.cache
 def _ask_for_capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
+
+
+@torch.compiler.assume_constant_result
+def cudnn_enabled() -> bool:
+    """Whether there is cuDNN, and torch may take its attention."""
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
+    )
+
+
+@torch.compiler.assume_constant_result
+def hopper_processors(device: torch.device) -> int:
+    """How many processors a GPU has that the kernels for Hopper are known to run on, 0 for any other device."""
+    if not HAS_TRITON or compute_capability(device) != 9:
+        return 0
+    from .triton import hopper
+
+    return hopper.processors(device) if hopper.is_hopper(device) and hopper.version() in hopper.RUN_WITH else 0
+
+
+def sharpened_attention_pays(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> bool:
+    """Whether the gradient kernels for Hopper serve a call and keep the card at work."""
+    count = hopper_processors(q.device)
+    if count == 0:
+        return False
+    from .triton import hopper_backward
+
+    return not hopper_backward.refusal(q, k, v, geometry) and hopper_backward.pays(q, k, geometry.banded, count)
 
 
 def _refusal(impl: str, inputs: Inputs, policy: Policy | None) -> str:

@@ -1,7 +1,8 @@
 """Operators with a lowered policy inside, on the Triton kernels: nothing between statistics and beta is left to torch.
 
-``sharpmax::sharpened_query`` gives ``beta * q`` for torch's own attention, ``sharpmax::adaptive_attention`` the whole
-of attention; each has its backward operator. Any other policy goes through the operators of :mod:`~sharpmax.torch.ops`.
+``sharpmax::sharpened_query`` gives ``beta * q`` for torch's own attention, ``sharpmax::sharpened_attention`` has
+cuDNN's inside, for a gradient in one piece, and ``sharpmax::adaptive_attention`` is all our own; each has its
+backward operator. Any other policy goes through the operators of :mod:`~sharpmax.torch.ops`.
 """
 
 from __future__ import annotations
@@ -117,6 +118,82 @@ sharpened_query.register_autograd(_sharpened_gradients, setup_context=_keep_shar
 sharpened_query_backward.register_autograd(no_second_derivative)
 
 
+@operator("sharpmax::sharpened_attention")
+def sharpened_attention(
+    q: Tensor, k: Tensor, v: Tensor, numbers: list[float], policy: list[float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """cuDNN's attention on ``beta * q``, its logsumexp, ``beta * q``, then maximum, sum, moment and beta of every row.
+
+    Gradient flows through the output only. On Hopper, for what :func:`.triton.hopper_backward.refusal` lets pass.
+    """
+    geometry = Geometry.of(numbers)
+    with full_precision(q):
+        (top, total, moment, _, _), beta, scaled = kernels().row_stats_and_scaled_query(
+            q, k, geometry, _lowered(policy)
+        )
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            scaled, k, v, None, True, 0.0, geometry.banded, False, scale=geometry.scale
+        )
+    return out.contiguous(), lse.reshape(top.shape), scaled, top, total, moment, beta
+
+
+@sharpened_attention.register_fake
+def _sharpened_attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, numbers: list[float], policy: list[float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    top, total, moment, _, _ = empty_stats(q, False)
+    return *empty_output(q, v), q.new_empty(q.shape), top, total, moment, torch.empty_like(total)
+
+
+@operator("sharpmax::sharpened_attention_backward")
+def sharpened_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scaled: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    row_moment: Tensor,
+    beta: Tensor,
+    grad_out: Tensor,
+    numbers: list[float],
+    policy: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value; the same bits every time."""
+    with full_precision(q):
+        return kernels().sharpened_backward(
+            q, k, v, Geometry.of(numbers), _lowered(policy), out=out, lse=lse, scaled=scaled, row_max=row_max,
+            row_sum=row_sum, row_moment=row_moment, beta=beta, grad_out=grad_out,
+        )  # fmt: skip
+
+
+@sharpened_attention_backward.register_fake
+def _sharpened_attention_backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scaled: Tensor, row_max: Tensor, row_sum: Tensor,
+    row_moment: Tensor, beta: Tensor, grad_out: Tensor, numbers: list[float], policy: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep_sharpened_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.rest = inputs[3:]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _sharpened_attention_gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
+    if grad_out is None:
+        return (None,) * 5
+    return *sharpened_attention_backward(*ctx.saved_tensors, grad_out, *ctx.rest), None, None
+
+
+sharpened_attention.register_autograd(_sharpened_attention_gradients, setup_context=_keep_sharpened_attention)
+sharpened_attention_backward.register_autograd(no_second_derivative)
+
+
 @operator("sharpmax::adaptive_attention")
 def adaptive_attention(
     q: Tensor,
@@ -226,5 +303,7 @@ adaptive_attention_backward.register_autograd(no_second_derivative)
 
 sharpened_query.register_vmap(folded(sharpened_query, 4, 2, ()))
 sharpened_query_backward.register_vmap(folded(sharpened_query_backward, 9, 2, ()))
+sharpened_attention.register_vmap(folded(sharpened_attention, 3, 2, ()))
+sharpened_attention_backward.register_vmap(folded(sharpened_attention_backward, 11, 2, ()))
 adaptive_attention.register_vmap(folded(adaptive_attention, 8, 3, (5, 6, 7)))
 adaptive_attention_backward.register_vmap(folded(adaptive_attention_backward, 15, 3, (5, 6, 7)))

@@ -4,6 +4,7 @@ from ...extras import require
 
 require("triton", "triton", "sharpmax.torch.triton")
 
+from .hopper_backward import sharpened_backward  # noqa: E402
 from .prefill import (  # noqa: E402
     attend,
     backward,
@@ -14,4 +15,13 @@ from .prefill import (  # noqa: E402
 )
 from .tiles import Tiles  # noqa: E402
 
-__all__ = ["row_stats", "row_stats_and_scaled_query", "attend", "backward", "beta_gradient", "policy_gradient", "Tiles"]
+__all__ = [
+    "row_stats",
+    "row_stats_and_scaled_query",
+    "attend",
+    "backward",
+    "beta_gradient",
+    "policy_gradient",
+    "sharpened_backward",
+    "Tiles",
+]

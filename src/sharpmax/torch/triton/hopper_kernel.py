@@ -129,7 +129,7 @@ def _end(row, shift, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _item(turn):
+def item_of_turn(turn):
     """The number of a program's block: programs take one each, in turn from the first on and from the last on.
 
     Blocks are sorted by length, longest first, so that the one who had the longest gets the shortest next.
@@ -140,10 +140,10 @@ def _item(turn):
 
 
 @gluon.jit
-def _turns(items):
+def turns_of(items):
     """How many blocks of rows a program has."""
     whole = items // gl.num_programs(0)
-    return whole + (_item(whole) < items).to(gl.int32)
+    return whole + (item_of_turn(whole) < items).to(gl.int32)
 
 
 @gluon.jit
@@ -152,7 +152,7 @@ def _assigned(turn, section, blocks, sequences, heads):
 
     Sequences come in sections of a bounded size; in a section the last rows of all sequences come first.
     """
-    item = _item(turn)
+    item = item_of_turn(turn)
     start = item // (section * blocks) * section
     width = gl.minimum(section, sequences - start)
     place = item - start * blocks
@@ -189,7 +189,7 @@ def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     phase = 1
     slot = 0
     slot_phase = 1
-    for turn in range(_turns(items)):
+    for turn in range(turns_of(items)):
         batch, head, first = _assigned(turn, section, blocks, sequences, heads)
         for g in gl.static_range(GROUPS):
             at = slot * GROUPS + g
@@ -233,7 +233,7 @@ def _compute(
     phase = 0
     slot = 0
     slot_phase = 0
-    for turn in range(_turns(items)):
+    for turn in range(turns_of(items)):
         batch, head, first = _assigned(turn, section, blocks, sequences, heads)
         all_tiles, _ = _tiles_seen(first, queries, keys, shift, ROWS, CAUSAL)
         first = first + LINES * G

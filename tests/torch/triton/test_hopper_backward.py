@@ -1,0 +1,383 @@
+"""The gradient kernels for Hopper: against float64 and the way in two pieces on such a GPU, compiled elsewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import given as for_all
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as stock
+
+pytest.importorskip("triton")
+
+import sharpmax
+from sharpmax.core.policies.base import Lowered
+from sharpmax.torch import attention as module
+from sharpmax.torch import choice, fused, scaled_dot_product_attention
+from sharpmax.torch.checks import checked
+from sharpmax.torch.geometry import ALL, Geometry
+from sharpmax.torch.triton import hopper_backward
+from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits, stats
+
+CAUSAL = Geometry(0.1, right=0)
+FULL = Geometry(0.1)
+WIDE: dict[str, Any] = {"width": 128, "value_width": 128}
+NARROW: dict[str, Any] = {"width": 64, "value_width": 64}
+CASES = (
+    Case("whole tiles", batch=2, heads=4, key_heads=4, queries=512, keys=512, geometry=FULL, **WIDE),
+    Case("ragged", heads=3, key_heads=3, queries=300, keys=457, geometry=FULL, **WIDE),
+    Case("causal", batch=2, heads=4, key_heads=4, queries=1024, keys=1024, geometry=CAUSAL, **WIDE),
+    Case("grouped", batch=2, heads=6, key_heads=2, queries=700, keys=700, geometry=CAUSAL, **WIDE),
+    Case("grouped, all keys", batch=2, heads=4, key_heads=1, queries=200, keys=333, geometry=FULL, **NARROW),
+    Case("few keys", heads=2, key_heads=2, queries=300, keys=20, geometry=CAUSAL, **WIDE),
+    Case("few queries", heads=2, key_heads=2, queries=20, keys=300, geometry=CAUSAL, **WIDE),
+    Case("narrow", batch=2, heads=3, key_heads=3, queries=600, keys=500, geometry=FULL, **NARROW),
+    Case("narrow and causal", batch=2, heads=4, key_heads=2, queries=900, keys=900, geometry=CAUSAL, **NARROW),
+    Case("strided", batch=2, heads=4, key_heads=4, queries=400, keys=400, geometry=CAUSAL, strided=True, **WIDE),
+    Case("many rounds", batch=4, heads=16, key_heads=16, queries=1300, keys=200, geometry=FULL, **WIDE),
+    Case("many causal rounds", batch=2, heads=16, key_heads=16, queries=1300, keys=1300, geometry=CAUSAL, **WIDE),
+)
+PLAIN = CASES[2]
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+Gradients = tuple[Tensor, ...]
+
+
+@pytest.fixture(autouse=True)
+def device_there(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not ON_HOPPER:
+        pytest.skip("needs a Hopper GPU")
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def in_one_piece(given: Inputs, policy: Lowered = POLICY) -> tuple[Gradients, Tensor]:
+    """The gradients, and ``beta * q``."""
+    q, k, v = leaves(given.q, given.k, given.v)
+    found = fused.sharpened_attention(q, k, v, given.case.geometry.numbers, fused.policy_numbers(policy))
+    return torch.autograd.grad(found[0], (q, k, v), given.do), found[2]
+
+
+def in_two_pieces(given: Inputs) -> Gradients:
+    q, k, v = leaves(given.q, given.k, given.v)
+    geometry = given.case.geometry
+    scaled = fused.sharpened_query(q, k, None, None, geometry.numbers, fused.policy_numbers(POLICY), False)[0]
+    return torch.autograd.grad(cudnn(given, scaled, k, v), (q, k, v), given.do)
+
+
+def cudnn(given: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    geometry = given.case.geometry
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return stock(q, k, v, is_causal=geometry.banded, scale=geometry.scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def exact(given: Inputs, policy: Lowered = POLICY) -> Gradients:
+    q, k, v = leaves(*(x.double() for x in (given.q, given.k, given.v)))
+    z, seen = logits(given, q, k)
+    beta: Any = policy(stats(z, seen))
+    return torch.autograd.grad(attention(z, seen, v, beta)[0], (q, k, v), given.do.double())
+
+
+def errors(found: Gradients, expected: Gradients) -> list[float]:
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+
+
+def peer_errors(given: Inputs, scaled: Tensor) -> list[float]:
+    """Those of stock attention on ``beta * q``, against the same in float64."""
+    q, k, v = leaves(scaled, given.k, given.v)
+    found = torch.autograd.grad(cudnn(given, q, k, v), (q, k, v), given.do)
+    q, k, v = leaves(*(x.double() for x in (scaled, given.k, given.v)))
+    z, seen = logits(given, q, k)
+    out, _ = attention(z, seen, v, torch.ones_like(z[..., 0]))
+    return errors(found, torch.autograd.grad(out, (q, k, v), given.do.double()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_errors_are_about_those_of_stock_attention_and_bits_always_the_same(case: Case, dtype: torch.dtype) -> None:
+    given = inputs(case, dtype, "cuda")
+    found, scaled = in_one_piece(given)
+    assert all(torch.equal(a, b) for a, b in zip(found, in_one_piece(given)[0], strict=True))
+    peers = peer_errors(given, scaled)
+    for name, error, peer in zip(("dq", "dk", "dv"), errors(found, exact(given)), peers, strict=True):
+        assert error <= 4 * peer, name
+
+
+@pytest.mark.gpu
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@for_all(
+    queries=st.integers(1, 500),
+    keys=st.integers(1, 500),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (37, 37)]),
+    right=st.sampled_from([ALL, 0]),
+    scale=st.sampled_from([1e-3, 0.1, 1.0]),
+    width=st.sampled_from([64, 128]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_random_calls_are_those_in_two_pieces(
+    queries: int, keys: int, heads: tuple[int, int], right: int, scale: float, width: int, dtype: Any
+) -> None:
+    case = Case(
+        "random", heads=heads[0], key_heads=heads[1], queries=queries, keys=keys, width=width, value_width=width,
+        geometry=Geometry(scale, right=right),
+    )  # fmt: skip
+    given = inputs(case, dtype, "cuda")
+    found, _ = in_one_piece(given)
+    coarse = 0.05 if dtype == torch.bfloat16 else 0.01
+    for name, a, b in zip(("dq", "dk", "dv"), found, in_two_pieces(given), strict=True):
+        assert a.isfinite().all(), name
+        assert float((a - b).double().norm()) <= coarse * float(b.double().norm()) + 1e-3 * b.numel() ** 0.5 * scale, (
+            name
+        )
+
+
+@pytest.mark.gpu
+def test_where_the_policy_is_flat_beta_is_a_constant() -> None:
+    """Nothing comes back through the statistics: the gradients are those of attention on ``beta * q``."""
+    given = inputs(PLAIN, torch.bfloat16, "cuda")
+    flat = Lowered("entropy", (0.3, 0.1), floor=1.7)
+    found, scaled = in_one_piece(given, flat)
+    q, k, v = leaves(scaled, given.k, given.v)
+    dq, dk, dv = torch.autograd.grad(cudnn(given, q, k, v), (q, k, v), given.do)
+    for a, b in zip(found, (1.7 * dq.double(), dk.double(), dv.double()), strict=True):
+        assert float((a.double() - b).norm() / b.norm()) < 6e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [30.0, 300.0, -300.0])
+def test_what_keys_have_in_common_is_not_felt(offset: float) -> None:
+    """Logits that all are ``offset`` away from others: no worse than where the statistics' gradient has its own."""
+    given = inputs(replace(PLAIN, geometry=FULL), torch.bfloat16, "cuda")
+    given.q[..., 0] = 1.1
+    given.k[..., 0] = offset / 0.11
+    expected = exact(given)
+    ours, theirs = errors(in_one_piece(given)[0], expected), errors(in_two_pieces(given), expected)
+    for name, a, b in zip(("dq", "dk", "dv"), ours, theirs, strict=True):
+        assert a <= 1.2 * b, name
+
+
+@pytest.mark.gpu
+def test_rows_and_cotangents_that_begin_anywhere() -> None:
+    given = inputs(PLAIN, torch.bfloat16, "cuda")
+    q, k, v = leaves(given.q, given.k, given.v)
+    out = fused.sharpened_attention(q, k, v, CAUSAL.numbers, fused.policy_numbers(POLICY))[0]
+    expected = torch.autograd.grad(out, (q, k, v), given.do, retain_graph=True)
+    within = torch.empty(given.do.numel() + 1, dtype=given.do.dtype, device="cuda")[1:].view_as(given.do)
+    for cotangent in (within.copy_(given.do), given.do.mT.contiguous().mT):
+        found = torch.autograd.grad(out, (q, k, v), cotangent, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    repeated = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    ones = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all(torch.equal(a, b) for a, b in zip(repeated, ones, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_operators_are_whole() -> None:
+    case = Case("operator", heads=2, key_heads=1, queries=130, keys=130, geometry=CAUSAL, **NARROW)
+    given = inputs(case, torch.bfloat16, "cuda")
+    q, k, v = leaves(given.q, given.k, given.v)
+    torch.library.opcheck(fused.sharpened_attention.opaque, (q, k, v, CAUSAL.numbers, fused.policy_numbers(POLICY)))
+
+
+@pytest.mark.gpu
+def test_attention_takes_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On inputs that fill the card, whole and compiled; without a gradient, or without cuDNN, it does not."""
+    taken: list[int] = []
+    real = fused.sharpened_attention
+    monkeypatch.setattr(fused, "sharpened_attention", lambda *a: (taken.append(1), real(*a))[1])
+    given = [torch.randn(2, 66, 1024, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(2.0 * q, k, v, is_causal=True)
+
+    def run(function: Any) -> Any:
+        out = function(*given)
+        return (out.detach(), *torch.autograd.grad(out.float().square().sum(), given))
+
+    ours = run(attend)
+    assert taken == [1]
+    with torch.no_grad():
+        assert torch.equal(attend(*given), ours[0])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        run(attend)
+    assert taken == [1]
+    compiled = run(torch.compile(attend, fullgraph=True, backend="aot_eager"))
+    assert all(torch.equal(a, b) for a, b in zip(ours, compiled, strict=True))
+    monkeypatch.setattr(choice, "sharpened_attention_pays", lambda *_: False)
+    taken.clear()
+    apart = run(attend)
+    assert taken == []
+    for a, b in zip(ours, apart, strict=True):
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < 6e-3
+
+
+@pytest.mark.gpu
+def test_mapped_over() -> None:
+    q, k, v = (torch.randn(3, 2, 4, 200, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    policy = fused.policy_numbers(POLICY)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fused.sharpened_attention(q, k, v, CAUSAL.numbers, policy)[0]
+
+    q.requires_grad_()
+    found = torch.func.vmap(attend)(q, k, v)
+    expected = torch.stack([attend(*one) for one in zip(q, k, v, strict=True)])
+    torch.testing.assert_close(found, expected)
+    (ours,), (theirs,) = (torch.autograd.grad(x, q, torch.ones_like(x)) for x in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    given = inputs(PLAIN, torch.bfloat16, "cuda")
+    in_one_piece(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, _ = in_one_piece(given)
+    given.do.copy_(given.do.flip(2))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, in_one_piece(given)[0], strict=True))
+
+
+TAKEN: dict[str, Any] = {"policy": sharpmax.PAPER, "is_causal": True}
+NOT_TAKEN: dict[str, dict[str, Any]] = {
+    "a mask": {"attn_mask": torch.ones(256, 256, dtype=torch.bool), "is_causal": False},
+    "key lengths": {"key_lengths": torch.full((4,), 200), "is_causal": False},
+    "values of another width": {"columns": 32},
+    "float32": {"dtype": torch.float32},
+    "heads of another width": {"width": 96, "columns": 96},
+    "few rows": {"batch": 1},
+    "no gradient": {"gradient": False},
+    "rows apart": {"apart": True},
+}
+
+
+@pytest.mark.parametrize("what", [None, *NOT_TAKEN])
+def test_which_calls_it_is_for(what: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "hopper_processors", lambda _: 32)
+    monkeypatch.setattr(choice, "cudnn_enabled", lambda: True)
+    options = {
+        **TAKEN,
+        "batch": 4,
+        "width": 64,
+        "columns": 64,
+        "dtype": torch.float16,
+        "gradient": True,
+        "apart": False,
+    }
+    options |= {} if what is None else NOT_TAKEN[what]
+    shapes = [(options["batch"], 8, 256, n) for n in (options["width"], options["width"], options["columns"])]
+    q, k, v = (torch.zeros(shape, dtype=options["dtype"]) for shape in shapes)
+    if options["apart"]:
+        k = torch.zeros((*k.shape, 2), dtype=k.dtype)[..., 0]
+    q.requires_grad_(options["gradient"])
+    given = checked(
+        q, k, v, options.get("attn_mask"), options.get("key_lengths"), is_causal=options["is_causal"], scale=None,
+        window=None, softcap=None, enable_gqa=False,
+    )  # fmt: skip
+    assert module._gradient_in_one_piece(given) is (what is None)
+
+
+def test_other_devices_and_versions_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choice.hopper_processors(torch.device("cpu")) == 0
+    x = torch.zeros(4, 8, 256, 64, dtype=torch.float16)
+    assert not choice.sharpened_attention_pays(x, x, x, CAUSAL)
+    monkeypatch.setattr(choice, "compute_capability", lambda _: 9)
+    assert choice.hopper_processors(torch.device("cpu")) == 0
+
+
+REFUSED: list[tuple[str, Geometry, tuple[int, ...], tuple[int, ...]]] = [
+    ("calls without a softcap and with a positive scale", Geometry(0.1, softcap=3.0), (20, 64), (20, 64)),
+    ("calls without a softcap and with a positive scale", Geometry(-0.1), (20, 64), (20, 64)),
+    ("calls that see all keys, or those up to a row's own number", Geometry(0.1, left=3), (20, 64), (20, 64)),
+    ("calls that see all keys, or those up to a row's own number", Geometry(0.1, right=3), (20, 64), (20, 64)),
+    (
+        "calls that see all keys, or those up to a row's own number",
+        Geometry(0.1, right=0, lower_right=True), (20, 64), (30, 64),
+    ),
+    ("heads of 64 or 128 columns in a two-byte type", FULL, (20, 32), (20, 32)),
+    ("tensors that are not empty", FULL, (20, 64), (0, 64)),
+    ("", Geometry(0.1, right=0, lower_right=True), (20, 64), (20, 64)),
+    ("", CAUSAL, (20, 128), (30, 128)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sentence", "geometry", "queries", "keys"), REFUSED, ids=str)
+def test_what_it_does_not_serve_it_refuses(
+    sentence: str, geometry: Geometry, queries: tuple[int, ...], keys: tuple[int, ...]
+) -> None:
+    q, k = (torch.zeros(2, 4, *shape, dtype=torch.float16) for shape in (queries, keys))
+    assert hopper_backward.refusal(q, k, k, geometry) == sentence
+    apart = k.mT.contiguous().mT
+    if not sentence:
+        assert hopper_backward.refusal(q, k, k[..., :16], geometry) == "values as wide as queries"
+        assert "contiguous" in hopper_backward.refusal(q, apart, k, geometry)
+        assert "contiguous" in hopper_backward.refusal(q, k[:, :, :1].expand_as(k), k, geometry)
+
+
+@pytest.mark.parametrize(
+    ("shape", "key_heads", "causal", "expected"),
+    [
+        ((4, 16, 4096, 64), 16, False, True),
+        ((4, 16, 4096, 64), 16, True, True),
+        ((4, 16, 4096, 64), 1, True, False),  # 128 blocks of keys on 132 processors
+        ((1, 9, 4096, 64), 9, False, False),  # 288 blocks: a third round for a few
+        ((1, 16, 1024, 64), 16, True, False),
+    ],
+)
+def test_it_pays_with_blocks_for_all_of_the_card(
+    shape: tuple[int, ...], key_heads: int, causal: bool, expected: bool
+) -> None:
+    q = torch.empty(shape, device="meta")
+    assert hopper_backward.pays(q, q[:, :key_heads], causal, 132) is expected
+
+
+COMPILE = """
+import torch, triton
+from triton._utils import canonicalize_dtype
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from sharpmax.torch.triton import hopper, hopper_backward, hopper_key_kernel, hopper_query_kernel
+
+def type_of(name, module, made, flags):
+    if name.endswith("_desc"):
+        return f"tensordesc<{canonicalize_dtype(made.base.dtype)}{made.block_shape},{made.layout!r}>"
+    if name in flags:
+        return "constexpr"
+    return "*fp32" if name == "numbers" else "i32" if name in module.WHOLE_NUMBERS else "fp32"
+
+for width, dtype, causal in ((128, torch.bfloat16, True), (64, torch.float16, False)):
+    made = hopper.descriptor(torch.zeros(1, 1, 256, width, dtype=dtype), hopper_backward.LINES)
+    flags = {"STAGES": hopper_backward.STAGES[width], "CAUSAL": causal}
+    edges = {"EDGES": causal, "HALVES": hopper_backward.HALVES[width]}
+    for module, kernel, flags in (
+        (hopper_query_kernel, hopper_query_kernel.hopper_query_kernel, flags | edges),
+        (hopper_key_kernel, hopper_key_kernel.hopper_key_kernel, flags),
+    ):
+        signature = {name: type_of(name, module, made, flags) for name in kernel.arg_names}
+        source = GluonASTSource(kernel, signature, flags)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        print("kernel", compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
+"""
+
+
+def test_they_compile_for_hopper_without_a_gpu_and_keep_their_products() -> None:
+    pytest.importorskip("triton.experimental.gluon._runtime")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [tuple(map(int, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("kernel")]
+    wide, narrow = 2 * (2 * 8 + 2 * 4), 2 * (2 * 4 + 2 * 4)  # two warpgroups, two products of each shape
+    assert [products for _, products in found] == [wide, wide, narrow, narrow]
+    assert max(shared for shared, _ in found) <= 227 * 1024  # what a program may have
