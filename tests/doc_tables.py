@@ -159,20 +159,6 @@ def decode_speed() -> str:
     return markdown(["batch", "keys", "best stock, ms", "sharpmax, ms", "portable kernels, ms", "paged, ms"], lines)
 
 
-def decode_valid_speed() -> str:
-    """Milliseconds of one decoding step from caches of which a part is valid."""
-    lines = []
-    for case in load("benchmarks/results/decode_cuda.json").get("partly_valid", []):
-        times, best = case["milliseconds"], case["best_stock"]
-        keys = f"1 to {case['length']:,}" if case["valid"] == "ragged" else f"{case['mean_length']:,}"
-        cells = [f"{times[best]:.4f} ({best})" if best else "-"]
-        for name in ("sharpmax", "sharpmax, portable"):
-            cells.append(f"{times[name]:.4f}" + (f" ({times[name] / times[best]:.2f}x)" if best else ""))
-        lines.append([f"{case['batch']}", f"{case['length']:,}", keys, *cells])
-    head = ["batch", "capacity", "valid keys", "best stock on those, ms", "sharpmax, ms", "portable kernels, ms"]
-    return markdown(head, lines)
-
-
 def decode_phrases() -> list[str]:
     """What docs/attention.md says of decoding beside the table."""
     steps = load("benchmarks/results/decode_cuda.json")["results"]
@@ -352,7 +338,6 @@ TABLES = {
         attention_memory(),
         attention_errors(),
         decode_speed(),
-        decode_valid_speed(),
         packed_speed(),
         recorded_speed(),
         attention_on_a_cpu(),

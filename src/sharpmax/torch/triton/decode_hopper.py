@@ -23,7 +23,7 @@ STAGES = {64: 6, 128: 3}
 TILES = {8: 15, 16: 7}
 """The most tiles of a split, whose logits are kept in shared memory, by the columns that hold its rows."""
 WARPS = 4
-OVERHEAD = 6
+OVERHEAD = 16
 """What a split costs beside its tiles of keys and of values, in halves of one."""
 LEAST_TILES: float = 2
 """Tiles of keys for each processor, below which the portable kernels are taken."""
