@@ -131,10 +131,16 @@ def sharpened_attention(
         (top, total, moment, _, _), beta, scaled = kernels().row_stats_and_scaled_query(
             q, k, geometry, _lowered(policy)
         )
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            scaled, k, v, None, True, 0.0, geometry.banded, False, scale=geometry.scale
-        )
-    return out.contiguous(), lse.reshape(top.shape), scaled, top, total, moment, beta
+        out, lse = cudnn_attention(scaled, k, v, geometry)
+    return out, lse, scaled, top, total, moment, beta
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """The output and the logsumexp of every row, contiguous."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, geometry.banded, False, scale=geometry.scale
+    )
+    return out.contiguous(), lse.reshape(q.shape[:-1]).contiguous()
 
 
 @sharpened_attention.register_fake

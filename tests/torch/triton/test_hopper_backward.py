@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from hypothesis import HealthCheck, settings
 from hypothesis import given as for_all
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ from sharpmax.torch import attention as module
 from sharpmax.torch import choice, fused, scaled_dot_product_attention
 from sharpmax.torch.checks import checked
 from sharpmax.torch.geometry import ALL, Geometry
-from sharpmax.torch.triton import hopper_backward
+from sharpmax.torch.triton import hopper, hopper_backward
 from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits, stats
 
 CAUSAL = Geometry(0.1, right=0)
@@ -121,11 +123,11 @@ def test_errors_are_about_those_of_stock_attention_and_bits_always_the_same(case
     keys=st.integers(1, 500),
     heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (37, 37)]),
     right=st.sampled_from([ALL, 0]),
-    scale=st.sampled_from([1e-3, 0.1, 1.0]),
+    scale=st.sampled_from([1e-3, 0.1]),
     width=st.sampled_from([64, 128]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
 )
-def test_random_calls_are_those_in_two_pieces(
+def test_random_calls_err_as_in_two_pieces(
     queries: int, keys: int, heads: tuple[int, int], right: int, scale: float, width: int, dtype: Any
 ) -> None:
     case = Case(
@@ -133,13 +135,11 @@ def test_random_calls_are_those_in_two_pieces(
         geometry=Geometry(scale, right=right),
     )  # fmt: skip
     given = inputs(case, dtype, "cuda")
-    found, _ = in_one_piece(given)
-    coarse = 0.05 if dtype == torch.bfloat16 else 0.01
-    for name, a, b in zip(("dq", "dk", "dv"), found, in_two_pieces(given), strict=True):
-        assert a.isfinite().all(), name
-        assert float((a - b).double().norm()) <= coarse * float(b.double().norm()) + 1e-3 * b.numel() ** 0.5 * scale, (
-            name
-        )
+    for name, ours, theirs, expected in zip(
+        ("dq", "dk", "dv"), in_one_piece(given)[0], in_two_pieces(given), exact(given), strict=True
+    ):
+        error, peer = (float((x.double() - expected).norm()) for x in (ours, theirs))
+        assert error <= 2 * peer + 1e-2 * float(expected.norm()) + 1e-4 * expected.numel() ** 0.5, name
 
 
 @pytest.mark.gpu
@@ -172,14 +172,12 @@ def test_rows_and_cotangents_that_begin_anywhere() -> None:
     given = inputs(PLAIN, torch.bfloat16, "cuda")
     q, k, v = leaves(given.q, given.k, given.v)
     out = fused.sharpened_attention(q, k, v, CAUSAL.numbers, fused.policy_numbers(POLICY))[0]
-    expected = torch.autograd.grad(out, (q, k, v), given.do, retain_graph=True)
     within = torch.empty(given.do.numel() + 1, dtype=given.do.dtype, device="cuda")[1:].view_as(given.do)
-    for cotangent in (within.copy_(given.do), given.do.mT.contiguous().mT):
+    repeated = given.do[..., :1, :1].expand_as(given.do)
+    for cotangent in (within.copy_(given.do), given.do.mT.contiguous().mT, repeated):
         found = torch.autograd.grad(out, (q, k, v), cotangent, retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    repeated = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
-    ones = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    assert all(torch.equal(a, b) for a, b in zip(repeated, ones, strict=True))
+        expected = torch.autograd.grad(out, (q, k, v), cotangent.contiguous().clone(), retain_graph=True)
+        assert max(errors(found, expected)) < 1e-3
 
 
 @pytest.mark.gpu
@@ -193,33 +191,34 @@ def test_the_operators_are_whole() -> None:
 @pytest.mark.gpu
 def test_attention_takes_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """On inputs that fill the card, whole and compiled; without a gradient, or without cuDNN, it does not."""
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
     taken: list[int] = []
-    real = fused.sharpened_attention
-    monkeypatch.setattr(fused, "sharpened_attention", lambda *a: (taken.append(1), real(*a))[1])
     given = [torch.randn(2, 66, 1024, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(2.0 * q, k, v, is_causal=True)
 
-    def run(function: Any) -> Any:
+    def run(function: Any) -> Gradients:
         out = function(*given)
         return (out.detach(), *torch.autograd.grad(out.float().square().sum(), given))
 
-    ours = run(attend)
-    assert taken == [1]
-    with torch.no_grad():
-        assert torch.equal(attend(*given), ours[0])
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        run(attend)
-    assert taken == [1]
-    compiled = run(torch.compile(attend, fullgraph=True, backend="aot_eager"))
-    assert all(torch.equal(a, b) for a, b in zip(ours, compiled, strict=True))
+    with monkeypatch.context() as patched:
+        real = fused.sharpened_attention
+        patched.setattr(fused, "sharpened_attention", lambda *a: (taken.append(1), real(*a))[1])
+        ours = run(attend)
+        assert taken == [1]
+        with torch.no_grad():
+            assert max(errors((attend(*given),), ours[:1])) < 1e-3
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            run(attend)
+        assert taken == [1]
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = run(torch.compile(attend, fullgraph=True, backend=counter))
+    assert any("sharpened_attention" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
     monkeypatch.setattr(choice, "sharpened_attention_pays", lambda *_: False)
-    taken.clear()
-    apart = run(attend)
-    assert taken == []
-    for a, b in zip(ours, apart, strict=True):
-        assert float((a.float() - b.float()).norm() / b.float().norm()) < 6e-3
+    for found in (compiled, run(attend)):
+        assert max(errors(found, ours)) < 6e-3
 
 
 @pytest.mark.gpu
@@ -248,6 +247,108 @@ def test_in_a_cuda_graph() -> None:
     given.do.copy_(given.do.flip(2))
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(got, in_one_piece(given)[0], strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Without such a GPU: the numbers of rows from Triton's interpreter, and the two other kernels as plain products.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    z = geometry.scale * q.float() @ k.float().mT.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    z = z.masked_fill(hidden(z, geometry), -torch.inf)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return (z.softmax(-1) @ v.float()).to(q.dtype), z.logsumexp(-1)
+
+
+def hidden(z: Tensor, geometry: Geometry) -> Tensor:
+    return torch.ones_like(z, dtype=torch.bool).triu(1) if geometry.banded else torch.zeros_like(z, dtype=torch.bool)
+
+
+def plain_backward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, lowered: Lowered, **given: Any) -> Gradients:
+    """What the kernels compute, in their letters."""
+    batch, heads, queries, _ = q.shape
+    lines, places = hopper_backward.LINES, torch.arange(hopper_backward.LINES)
+    places = places // 16 * 16 + places // 2 % 4 * 4 + places // 8 % 2 * 2 + places % 2
+    numbers = torch.full((batch * heads, -(-queries // lines), hopper_backward.NUMBERS, lines), torch.nan)
+    shared = {"unit": geometry.scale * math.log2(math.e), "scale": geometry.scale}
+    rows = {name: given[name] for name in ("beta", "lse", "row_max", "row_sum", "row_moment")}
+    hopper_backward._row_numbers(q, k, given["scaled"], given["out"], given["grad_out"], rows, lowered, shared, numbers)
+    numbers = numbers[..., places].transpose(1, 2).reshape(batch, heads, hopper_backward.NUMBERS, -1)
+    assert not numbers[:, :, :7].isnan().any()
+    assert (numbers[:, :, 0, queries:] < -1e29).all()  # rows that are not there
+    lse, delta, factor, shift, _, entropy, slope = (n[..., None] for n in numbers[..., :queries].unbind(2)[:7])
+    group = heads // k.shape[1]
+    scaled, do, keys, values = (
+        x.float() for x in (given["scaled"], given["grad_out"], *(x.repeat_interleave(group, 1) for x in (k, v)))
+    )
+    product = scaled @ keys.mT
+    product = product.masked_fill(hidden(product, geometry), -1e30)
+    x = product * factor + shift
+    w, b = torch.exp2(product * shared["unit"] + lse), torch.exp2(x - entropy) * x
+    a = w * (do @ values.mT + delta)
+    g = slope * (a @ keys * scaled).sum(-1, keepdim=True)
+    dq = geometry.scale * shared["unit"] / factor * (a @ keys + g * (b @ keys))
+    dk = geometry.scale * (a + g * torch.exp2(-entropy) * torch.exp2(x) * x).mT @ scaled
+    found = (dq, *(y.unflatten(1, (-1, group)).sum(2) for y in (dk, w.mT @ do)))
+    return tuple(y.to(q.dtype) for y in found)
+
+
+@pytest.fixture
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the kernels themselves run here, or cannot be interpreted")
+    monkeypatch.setattr(fused, "cudnn_attention", plain_attention)
+    monkeypatch.setattr(fused.kernels(), "sharpened_backward", plain_backward)
+    monkeypatch.setattr(choice, "triton_refusal", lambda *_: "")
+    monkeypatch.setattr(choice, "hopper_processors", lambda _: 1)
+    monkeypatch.setattr(choice, "cudnn_enabled", lambda: True)
+
+
+SMALL = Case("small", batch=2, heads=4, key_heads=2, queries=130, keys=130, geometry=CAUSAL, **NARROW)
+
+
+@pytest.mark.usefixtures("on_any_device")
+@pytest.mark.parametrize("offset", [None, 60.0])
+@pytest.mark.parametrize("case", [SMALL, replace(SMALL, geometry=FULL, keys=77)], ids=["causal", "full"])
+def test_the_formulas_are_those_of_the_gradient(case: Case, offset: float | None) -> None:
+    given = inputs(case, torch.float16, "cpu")
+    if offset is not None:
+        given.q[..., 0], given.k[..., 0] = 1.1, offset / 0.11
+    expected = exact(given)
+    for name, error in zip(("dq", "dk", "dv"), errors(in_one_piece(given)[0], expected), strict=True):
+        assert error < (4e-3 if offset is None else 4e-2), name
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_the_operators_elsewhere() -> None:
+    given = inputs(replace(SMALL, heads=1, key_heads=1, queries=20, keys=20), torch.float16, "cpu")
+    q, k, v = leaves(given.q, given.k, given.v)
+    rest = (CAUSAL.numbers, fused.policy_numbers(POLICY))
+    torch.library.opcheck(fused.sharpened_attention, (q, k, v, *rest))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fused.sharpened_attention(q, k, v, *rest)[0]
+
+    found = torch.func.vmap(attend)(*(x[:, None] for x in (q, k, v)))[:, 0]
+    torch.testing.assert_close(found, attend(q, k, v))
+    ours, theirs = (torch.autograd.grad(x, q, given.do)[0] for x in (found, attend(q, k, v)))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.usefixtures("on_any_device")
+def test_attention_compiles_with_it_inside() -> None:
+    q, k, v = leaves(*(torch.randn(2, 2, 140, 64).half() for _ in range(3)))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(2.0 * q, k, v, is_causal=True, impl="stock")
+
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    found, expected = (torch.autograd.grad(f(q, k, v).float().square().sum(), (q, k, v)) for f in (compiled, attend))
+    assert any("sharpened_attention" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
+    assert max(errors(found, expected)) < 1e-3
 
 
 TAKEN: dict[str, Any] = {"policy": sharpmax.PAPER, "is_causal": True}

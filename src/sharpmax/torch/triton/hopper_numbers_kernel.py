@@ -39,7 +39,7 @@ def numbers_kernel(
     place = tl.cast(row, tl.int64)[:, None]
     output = tl.load(out + place * stride_ol + column * stride_od, mask=whole, other=0.0).to(tl.float32)
     cotangent = tl.load(d_out + place * stride_gl + column * stride_gd, mask=whole, other=0.0).to(tl.float32)
-    delta = tl.sum(output * cotangent, 1)
+    delta = tl.sum(-output * cotangent, 1)
     inverse = 1.0 / tl.load(beta + at, mask=inside, other=1.0)
     query = tl.load(q + place * stride_ql + column * stride_qd, mask=whole, other=0.0).to(tl.float32)
     rounded = tl.load(scaled + at[:, None] * D + column, mask=whole, other=0.0).to(tl.float32)
@@ -54,7 +54,7 @@ def numbers_kernel(
     numbers += (tl.cast(sequence, tl.int64) * tl.num_programs(0) + tile) * (NUMBERS * LINES)
     numbers += line // 16 * 16 + line // 2 % 4 * 4 + line // 8 % 2 * 2 + line % 2  # hopper_query_kernel.place_of
     tl.store(numbers, tl.where(inside, tl.load(lse + at, mask=inside, other=0.0) * -LOG2E, FAR))
-    tl.store(numbers + LINES, tl.where(inside, -delta, 0.0))
+    tl.store(numbers + LINES, tl.where(inside, delta, 0.0))
     tl.store(numbers + 2 * LINES, tl.where(inside, unit * inverse, 0.0))
     tl.store(numbers + 3 * LINES, tl.where(inside, entropy * LOG2E - shift, FAR))
     tl.store(numbers + 4 * LINES, tl.zeros([LINES], tl.float32))

@@ -296,7 +296,7 @@ def hopper_query_kernel(
     items, section, blocks, sequences, heads, group, queries, keys, unit, scale,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """dq of blocks of rows; in ``numbers``, ``g`` and ``g H`` of every row."""
+    """dq of blocks of rows; in ``numbers``, ``g / 2^H`` of every row."""
     D: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
