@@ -28,6 +28,7 @@ from sharpmax.torch import choice, fused, scaled_dot_product_attention
 from sharpmax.torch.checks import checked
 from sharpmax.torch.geometry import ALL, Geometry
 from sharpmax.torch.triton import hopper, hopper_backward
+from sharpmax.torch.triton.launch import form_of
 from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits, stats
 
 CAUSAL = Geometry(0.1, right=0)
@@ -270,10 +271,12 @@ def plain_backward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, lowered:
     batch, heads, queries, _ = q.shape
     lines, places = hopper_backward.LINES, torch.arange(hopper_backward.LINES)
     places = places // 16 * 16 + places // 2 % 4 * 4 + places // 8 % 2 * 2 + places % 2
-    numbers = torch.full((batch * heads, -(-queries // lines), hopper_backward.NUMBERS, lines), torch.nan)
-    shared = {"unit": geometry.scale * math.log2(math.e), "scale": geometry.scale}
-    rows = {name: given[name] for name in ("beta", "lse", "row_max", "row_sum", "row_moment")}
-    hopper_backward._row_numbers(q, k, given["scaled"], given["out"], given["grad_out"], rows, lowered, shared, numbers)
+    tensors = hopper_backward._tensors(q, k, v, **given)
+    tensors["numbers"].fill_(torch.nan)
+    forms = (form_of(tensors[name]) for name in ("q", "k", "out", "d_out"))
+    hopper_backward._launches(*forms, geometry, lowered)[0](tensors, q)
+    numbers, unit = tensors["numbers"], geometry.scale * math.log2(math.e)
+    assert numbers.shape == (batch * heads, -(-queries // lines), hopper_backward.NUMBERS, lines)
     numbers = numbers[..., places].transpose(1, 2).reshape(batch, heads, hopper_backward.NUMBERS, -1)
     assert not numbers[:, :, :7].isnan().any()
     assert (numbers[:, :, 0, queries:] < -1e29).all()  # rows that are not there
@@ -285,10 +288,10 @@ def plain_backward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, lowered:
     product = scaled @ keys.mT
     product = product.masked_fill(hidden(product, geometry), -1e30)
     x = product * factor + shift
-    w, b = torch.exp2(product * shared["unit"] + lse), torch.exp2(x - entropy) * x
+    w, b = torch.exp2(product * unit + lse), torch.exp2(x - entropy) * x
     a = w * (do @ values.mT + delta)
     g = slope * (a @ keys * scaled).sum(-1, keepdim=True)
-    dq = geometry.scale * shared["unit"] / factor * (a @ keys + g * (b @ keys))
+    dq = geometry.scale * unit / factor * (a @ keys + g * (b @ keys))
     dk = geometry.scale * (a + g * torch.exp2(-entropy) * torch.exp2(x) * x).mT @ scaled
     found = (dq, *(y.unflatten(1, (-1, group)).sum(2) for y in (dk, w.mT @ do)))
     return tuple(y.to(q.dtype) for y in found)
@@ -325,7 +328,7 @@ def test_the_operators_elsewhere() -> None:
     given = inputs(replace(SMALL, heads=1, key_heads=1, queries=20, keys=20), torch.float16, "cpu")
     q, k, v = leaves(given.q, given.k, given.v)
     rest = (CAUSAL.numbers, fused.policy_numbers(POLICY))
-    torch.library.opcheck(fused.sharpened_attention, (q, k, v, *rest))
+    torch.library.opcheck(fused.sharpened_attention.opaque, (q, k, v, *rest))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return fused.sharpened_attention(q, k, v, *rest)[0]
@@ -450,6 +453,7 @@ from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from sharpmax.torch.triton import hopper, hopper_backward, hopper_key_kernel, hopper_query_kernel
+from sharpmax.torch.triton.launch import form_of
 
 def type_of(name, module, made, flags):
     if name.endswith("_desc"):

@@ -92,11 +92,22 @@ def sharpened_backward(
     refused = refusal(q, k, v, geometry)
     if refused:
         raise ValueError(f"the gradient kernels for Hopper serve {refused}")
+    given = _tensors(q, k, v, scaled, out, grad_out, beta, lse, row_max, row_sum, row_moment)
+    forms = (form_of(given[name]) for name in ("q", "k", "out", "d_out"))
+    for run in _launches(*forms, geometry, lowered):
+        run(given, q)
+    return given["dq"], given["dk"], given["dv"]
+
+
+def _tensors(
+    q: Tensor, k: Tensor, v: Tensor, scaled: Tensor, out: Tensor, grad_out: Tensor, beta: Tensor, lse: Tensor,
+    row_max: Tensor, row_sum: Tensor, row_moment: Tensor,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What the kernels read and write, by name."""
     k, v, grad_out = (_placed(x) for x in (k, v, grad_out))
     rows = {"beta": beta, "lse": lse, "row_max": row_max, "row_sum": row_sum, "row_moment": row_moment}
     sequences, tiles = q.shape[0] * q.shape[1], -(-q.shape[2] // LINES)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    given = {
+    return {
         "q": q,
         "k": k,
         "v": v,
@@ -106,13 +117,8 @@ def sharpened_backward(
         "mean": k[:, :, :: max(1, k.shape[2] // SAMPLE)].mean(2, dtype=torch.float32),
         **{name: row_numbers(x, q) for name, x in rows.items()},
         "numbers": q.new_empty((sequences, tiles, NUMBERS, LINES), dtype=torch.float32),
-        "dq": dq,
-        "dk": dk,
-        "dv": dv,
+        **{f"d{name}": x.new_empty(x.shape) for name, x in (("q", q), ("k", k), ("v", v))},
     }
-    for run in _launches(form_of(q), form_of(k), form_of(out), form_of(grad_out), geometry, lowered):
-        run(given, q)
-    return dq, dk, dv
 
 
 def _placed(x: Tensor) -> Tensor:
