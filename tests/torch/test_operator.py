@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharpmax.torch.operator import Operator, operator
@@ -38,7 +39,27 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> Any:
-    return None if grad is None else grad * ctx.factor, None, grad if ctx.needs_input_grad[2] else None
+    if grad is None:
+        return None, None, None
+    return scaled(grad, ctx.factor), None, grad if ctx.needs_input_grad[2] else None
+
+
+@operator("sharpmax_tests::scaled")
+def scaled(grad: Tensor, factor: float) -> Tensor:
+    """The gradient, by way of memory, which not every kind of tensor has."""
+    return torch.from_numpy(grad.numpy() * factor).to(grad.dtype)
+
+
+@scaled.register_fake
+def _(grad: Tensor, factor: float) -> Tensor:
+    del factor
+    return grad.new_empty(grad.shape)
+
+
+@scaled.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], grad: Tensor, factor: float) -> Any:
+    del info
+    return scaled(grad, factor), in_dims[0]
 
 
 doubled.register_autograd(_gradients, setup_context=_keep)
@@ -49,9 +70,21 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The ways that calls go: the function, and before it the operator where that is called."""
     called.clear()
     opaque = doubled.opaque
-    monkeypatch.setattr(doubled, "opaque", lambda *a: (called.append("operator"), opaque(*a))[1])
+    monkeypatch.setattr(doubled, "opaque", lambda *a, **b: (called.append("operator"), opaque(*a, **b))[1])
     yield called
     called.clear()
+
+
+class Calls(TorchFunctionMode):
+    """Notes the names of functions of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class Watching(TorchDispatchMode):
@@ -96,6 +129,52 @@ def test_a_mode_sees_the_operator(ways: list[str]) -> None:
     assert "sharpmax_tests.doubled.default" in watching.seen
 
 
+def test_modes_of_functions_and_profilers_see_the_operator(ways: list[str]) -> None:
+    with Calls() as calls:
+        doubled(torch.randn(2, 2), [1.0], None)
+    assert any("doubled" in name for name in calls.seen)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        doubled(torch.randn(2, 2), [1.0], None)
+    assert "sharpmax_tests::doubled" in [event.key for event in profile.key_averages()]
+    assert ways == ["operator", "function"] * 2
+
+
+def test_numbers_may_be_named(ways: list[str]) -> None:
+    x = torch.randn(2, 2)
+    assert torch.equal(doubled(x, factors=[2.0], other=None)[0], 2 * x)
+    assert ways == ["operator", "function"]
+
+
+def test_negatives_are_resolved(ways: list[str]) -> None:
+    """Memory holds the opposite of what such a tensor is."""
+    negative = torch.imag(torch.randn(3, 4, dtype=torch.complex64).conj())
+    assert negative.is_neg()
+    got, _ = doubled(negative, [2.0], None)
+    torch.testing.assert_close(got, 2 * negative.clone())
+    assert ways[0] == "operator"
+
+
+def test_what_was_saved_may_not_be_changed() -> None:
+    x = torch.randn(2, 2, requires_grad=True)
+    y = x * 1.0
+    z = squared(y)
+    y.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+@operator("sharpmax_tests::squared")
+def squared(x: Tensor) -> Tensor:
+    """``x**2``, whose gradient needs ``x``."""
+    return x * x
+
+
+squared.register_autograd(
+    lambda ctx, grad: 2 * ctx.saved_tensors[0] * grad,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
 def test_fake_tensors_reach_no_function(ways: list[str]) -> None:
     with FakeTensorMode() as mode:
         made = torch.empty(2, 3)
@@ -115,8 +194,9 @@ def test_transforms_see_the_operator(ways: list[str]) -> None:
     assert torch.equal(jacobian, 2 * torch.eye(3))
 
 
-def test_a_trace_holds_the_operator(ways: list[str]) -> None:
-    graph = make_fx(lambda x: doubled(x, [3.0], None)[0])(torch.randn(2, 2))
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_trace_holds_the_operator(ways: list[str], pre_dispatch: bool) -> None:
+    graph = make_fx(lambda x: doubled(x, [3.0], None)[0], pre_dispatch=pre_dispatch)(torch.randn(2, 2))
     assert any("doubled" in str(node.target) for node in graph.graph.nodes)
     assert "operator" in ways
 

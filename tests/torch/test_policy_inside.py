@@ -165,6 +165,12 @@ def test_cudnn_is_asked_for_first_on_hopper(monkeypatch: pytest.MonkeyPatch) -> 
     with module._backends(device):
         assert current_backends(with_priority=True)[0] == SDPBackend.CUDNN_ATTENTION
     assert current_backends(with_priority=True) == before
+    one, other = module._backends(device), module._backends(device)  # of two threads, the first of which is done first
+    one.__enter__()
+    other.__enter__()
+    one.__exit__()
+    other.__exit__()
+    assert current_backends(with_priority=True) == before
     with sdpa_kernel(SDPBackend.MATH), module._backends(device):
         assert current_backends() == [SDPBackend.MATH]
     monkeypatch.setattr(choice, "compute_capability", lambda _: 8)

@@ -324,9 +324,11 @@ class _CudnnFirst:
     """
 
     def __enter__(self) -> None:
-        first = SDPBackend.CUDNN_ATTENTION.value
-        self.before = torch._C._get_sdp_priority_order()
-        torch._C._set_sdp_priority_order([first, *(backend for backend in self.before if backend != first)])
+        first, now = SDPBackend.CUDNN_ATTENTION.value, torch._C._get_sdp_priority_order()
+        self.before = None if now[0] == first else now  # another thread may be within, too, and will undo it
+        if self.before is not None:
+            torch._C._set_sdp_priority_order([first, *(backend for backend in now if backend != first)])
 
     def __exit__(self, *_: object) -> None:
-        torch._C._set_sdp_priority_order(self.before)
+        if self.before is not None:
+            torch._C._set_sdp_priority_order(self.before)

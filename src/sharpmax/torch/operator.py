@@ -42,9 +42,9 @@ class Operator:
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._tracked = type(f"{self.__name__}_tracked", (torch.autograd.Function,), methods)
 
-    def __call__(self, *arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or _watched(arguments):
-            return self.opaque(*arguments)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling() or named or _watched(arguments):
+            return self.opaque(*arguments, **named)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             return self.opaque(*arguments) if self._tracked is None else self._tracked.apply(*arguments)
         return self.function(*arguments)
@@ -56,16 +56,25 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
 
 
 def _watched(arguments: tuple[Any, ...]) -> bool:
-    """Whether something may want to see which operators run: a transform, a mode, a trace, tensors of another kind."""
+    """Whether something may want to see which operators run: a transform, a mode, a trace, a profiler, a subclass."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
         or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         or any(isinstance(x, Tensor) and not _plain(x) for x in arguments)
     )
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether a tensor is nothing but numbers in memory: not those of ``is_grads_batched=True``, for one."""
+    """Whether a tensor is the numbers that lie in its memory: not their negatives, nor those of a batched gradient."""
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and not functorch.is_legacy_batchedtensor(x)
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and not x.is_meta
+        and not x.is_neg()
+        and not x._is_zerotensor()
+        and not functorch.is_legacy_batchedtensor(x)
+    )

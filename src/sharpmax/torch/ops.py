@@ -362,7 +362,7 @@ attend_backward.register_autograd(no_second_derivative)
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def folded(folding: Any, batched: int, mask: int, whole: tuple[int, ...]) -> Any:
+def folded(op: Any, batched: int, mask: int, whole: tuple[int, ...]) -> Any:
     """A vmap rule for an operator whose first ``batched`` arguments are tensors ``[B, ...]`` or ``None``.
 
     ``mask`` is the one of them whose first axis may have size 1; ``whole`` are those that cannot be mapped over.
@@ -379,7 +379,7 @@ def folded(folding: Any, batched: int, mask: int, whole: tuple[int, ...]) -> Any
         batch = mapped[0].shape[1]
         if mapped[mask] is not None:
             mapped[mask] = mapped[mask].expand(n, batch, *mapped[mask].shape[2:])
-        results = folding(*(x.flatten(0, 1) if i < batched and x is not None else x for i, x in enumerate(mapped)))
+        results = op(*(x.flatten(0, 1) if i < batched and x is not None else x for i, x in enumerate(mapped)))
         asked = [r.ndim > 1 for r in results]
         unfolded = (r.unflatten(0, (n, batch)) if there else r for r, there in zip(results, asked, strict=True))
         return tuple(unfolded), tuple(0 if there else None for there in asked)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from sharpmax.torch.triton import launch as launch_module
 from sharpmax.torch.triton.launch import Launch, Masks, _expanded_strides, form_of
 
 
@@ -69,6 +73,23 @@ def test_what_begins_elsewhere_is_left_to_triton() -> None:
     assert all(entry[1] == (2, 4, 1) for entry in kernel.seen)
 
 
+def test_other_types_are_left_to_triton() -> None:
+    kernel, x = Kernel(), torch.zeros(8)
+    run = launch(kernel)
+    for given, out, seed in ((x, x, 1), (x.half(), x, 1), (x, None, 1), (x, x, 2**31), (x, x, 2)):
+        run({"x": given, "out": out, "seed": seed}, x)
+    assert [entry[0] for entry in kernel.seen] == ["first"] * 4 + ["again"]
+
+
+def test_before_triton_3_3_every_launch_is_tritons_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "version", lambda: (3, 2))
+    kernel, x = Kernel(), torch.zeros(8)
+    run = launch(kernel)
+    for _ in range(2):
+        run({"x": x, "out": x, "seed": 0}, x)
+    assert [entry[0] for entry in kernel.seen] == ["first"] * 2
+
+
 def test_an_interpreted_kernel_is_launched_as_ever() -> None:
     kernel, x = Kernel(interpreted=True), torch.zeros(8)
     run = launch(kernel)
@@ -115,6 +136,82 @@ def test_masks_stand_in() -> None:
     assert given["cu_q"] is q
     assert Masks().form == (None, False, None)
     assert Masks(cu_q=torch.arange(4), cu_k=torch.arange(4)).form.documents == 3
+
+
+ONE_KERNEL_FOR_EACH_LAUNCH = """
+import itertools, torch
+import sharpmax
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from sharpmax.torch import decode_attention, paged_decode_attention
+from sharpmax.torch.geometry import Geometry
+from sharpmax.torch.triton import decode, launch, prefill
+
+backend, runs, wrong, kernels = make_backend(GPUTarget("cuda", 90, 32)), 0, [], set()
+
+def run(self, given):
+    global runs
+    arguments = self.arguments.copy()
+    for i, name, make in self.filled:
+        arguments[i] = given[name]
+    if any(isinstance(x, torch.Tensor) and x.data_ptr() % 16 for x in arguments):
+        return
+    names = launch._parameters(self.kernel)
+    bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+    chosen = bind(*arguments, **self.options)[1]
+    kernels.add(self.kernel.fn.__name__)
+    before, runs = self.__dict__.setdefault("chosen", chosen), runs + 1
+    wrong.extend((self.kernel.fn.__name__, *x) for x in zip(names, before, chosen, strict=True) if x[1] != x[2])
+
+launch.Launch._run, launch.check_device, decode.INTERPRETED = run, lambda *_: None, True
+policy = sharpmax.PAPER.lower()
+types = (torch.float16, torch.bfloat16, torch.float32)
+geometries = (Geometry(0.1), Geometry(0.1, right=0), Geometry(1, softcap=3, left=7, right=0, lower_right=True))
+for _, dtype, geometry, length in itertools.product(range(2), types, geometries, (1, 16, 33)):
+    q, k = torch.zeros(2, 4, length, 32, dtype=dtype), torch.zeros(2, 2, length, 32, dtype=dtype)
+    for masks in (
+        {}, {"key_lengths": torch.ones(2, dtype=torch.int64)}, {"key_lengths": torch.ones(2, dtype=torch.int32)},
+        {"mask": torch.zeros(1, 1, length, length, dtype=torch.bool)}, {"mask": torch.zeros(2, 1, 1, length)},
+    ):
+        (top, total, moment, _, _), beta, _ = prefill.row_stats_and_scaled_query(q, k, geometry, policy, **masks)
+        prefill.row_stats(q, k, geometry, with_min=True, **masks)
+        for seed in (0, 1, 16, 2**31 - 1):
+            out, lse = prefill.attend(q, k, k, beta.double(), geometry, dropout_p=0.1, seed=seed, **masks)
+        given = {"out": out, "lse": lse, "grad_out": out.transpose(1, 2).contiguous().transpose(1, 2), "row_max": top}
+        prefill.backward(q, k, k, beta, geometry, **given, need_beta=True, **masks)
+        prefill.backward(q, k, None, None, geometry, row_max=top, grad_sum=beta, **masks)
+        dbeta, _ = prefill.beta_gradient(q, k, k, beta, geometry, **given, **masks)
+        prefill.policy_gradient(policy, total, moment, dbeta)
+        whole = {"row_max": top, "row_sum": total, "row_moment": moment, "lowered": policy, "grad_scaled": q}
+        prefill.backward(q, k, None, beta, geometry, **whole, **masks)
+whole_numbers = sharpmax.EntropyPolynomial((2, 1), threshold=0)
+for _, dtype, lengths, width, window in itertools.product(
+    range(2), types, (None, torch.int32, torch.int64), (32, 64), (None, 16)
+):
+    q, k = torch.zeros(2, 4, 1, width, dtype=dtype), torch.zeros(2, 2, 4096, width, dtype=dtype)
+    pages, table = torch.zeros(50, 16, 2, width, dtype=dtype), torch.zeros(2, 9, dtype=torch.int32)
+    valid = None if lengths is None else torch.ones(2, dtype=lengths)
+    for policy in (sharpmax.PAPER, sharpmax.Constant(2), whole_numbers, lambda stats: 1 + stats.spread):
+        given = {"policy": policy, "window": window, "impl": "triton"}
+        decode_attention(q, k, k, valid, **given)
+        decode_attention(q, k, k, valid, key_mask=torch.ones(2, 4096, dtype=torch.bool), **given)
+        if valid is not None:
+            paged_decode_attention(q, pages, pages, table, valid, **given)
+assert kernels >= {"combine_kernel", "logits_kernel", "values_kernel", "key_kernel", "policy_gradient_kernel"}, kernels
+print(runs, sorted(set(map(str, wrong))))
+"""
+
+
+def test_every_launch_stands_for_one_kernel() -> None:
+    """By Triton's own rules for an sm_90, over calls that differ in one thing or another; without launching any."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", ONE_KERNEL_FOR_EACH_LAUNCH]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    runs, wrong = done.stdout.strip().split(" ", 1)
+    assert int(runs) > 4000
+    assert wrong == "[]"
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -128,7 +129,8 @@ def policy_numbers(policy: Lowered) -> tuple[bool, list[float]] | None:
     if missing < 0:
         return None
     bounds = (min(max(bound, -UNBOUNDED), UNBOUNDED) for bound in (policy.lo, policy.hi, policy.threshold))
-    return policy.variable == "entropy", [*bounds, policy.floor, *[0.0] * missing, *policy.coefficients]
+    numbers = (*bounds, policy.floor, *(0.0,) * missing, *policy.coefficients)
+    return policy.variable == "entropy", [float(x) for x in numbers]
 
 
 @operator("sharpmax::decode")
@@ -152,16 +154,15 @@ def decode(
     output = value.new_empty((*query.shape[:3], value.shape[-1]))
     if stats.numel() == 0:
         return output, stats, beta
-    with torch.cuda.device_of(query):
-        refused = decode_hopper.refusal(query, key, value, table, lengths, mask)
-        if not refused and decode_hopper.pays(query, key, left):
-            decode_hopper.decode(
-                query, key, value, lengths, scale, softcap, left, entropy, numbers, splits, (output, stats, beta)
-            )
-        else:
-            layout = layout_of(query.shape, key, table, max(query.shape[-1], value.shape[-1]), splits)
-            logits, parts = _logits(layout, query, key, table, lengths, mask, scale, softcap, left, with_min=False)
-            _values(layout, logits, value, table, lengths, mask, parts, stats, beta, output, left, entropy, numbers)
+    refused = decode_hopper.refusal(query, key, value, table, lengths, mask)
+    if not refused and decode_hopper.pays(query, key, left):
+        decode_hopper.decode(
+            query, key, value, lengths, scale, softcap, left, entropy, numbers, splits, (output, stats, beta)
+        )
+    else:
+        layout = layout_of(query.shape, key, table, max(query.shape[-1], value.shape[-1]), splits)
+        logits, parts = _logits(layout, query, key, table, lengths, mask, scale, softcap, left, with_min=False)
+        _values(layout, logits, value, table, lengths, mask, parts, stats, beta, output, left, entropy, numbers)
     return output, stats, beta
 
 
@@ -186,8 +187,7 @@ def decode_stats(
 ) -> tuple[Tensor, Tensor]:
     """Logits, padded, and (maximum, sum, moment, minimum if asked for) of each row."""
     layout = layout_of(query.shape, key, table, query.shape[-1], splits)
-    with torch.cuda.device_of(query):
-        logits, parts = _logits(layout, query, key, table, lengths, mask, scale, softcap, left, with_min)
+    logits, parts = _logits(layout, query, key, table, lengths, mask, scale, softcap, left, with_min)
     return logits, _merged(parts).reshape(parts.shape[0], *query.shape[:3])
 
 
@@ -213,9 +213,8 @@ def decode_values(
     layout = layout_of(logits.shape, value, table, value.shape[-1], splits)
     output = value.new_empty((*logits.shape[:3], value.shape[-1]))
     if highest.numel() > 0:
-        with torch.cuda.device_of(logits):
-            stats, betas = highest.contiguous(), beta.contiguous()
-            _values(layout, logits, value, table, lengths, mask, None, stats, betas, output, left, False, None)
+        stats, betas = highest.contiguous(), beta.contiguous()
+        _values(layout, logits, value, table, lengths, mask, None, stats, betas, output, left, False, None)
     return output
 
 
@@ -252,7 +251,8 @@ def _logits_launch(
     layout: Layout, query: Form, key: Form, table: Form | None, mask: Form | None, with_lengths: bool, scale: float,
     softcap: float, left: int, with_min: bool,
 ) -> Launch:  # fmt: skip
-    del with_lengths  # another kernel is compiled where there are none
+    """The launch for a call, with lengths or without, which takes another kernel."""
+    del with_lengths
     dim = query.shape[-1]
     numbers = {
         **strides("q", query, "bhld"),
@@ -324,7 +324,7 @@ def _values(
     given = {"logits": logits, "value": value, "table": table, "lengths": lengths, "mask": _bytes(mask)}
     run(given | {"parts": parts, "stats": stats, "betas": beta, "output": shares, "sums": sums}, value)
     if not whole:
-        run = _combine_launch(layout, value.shape[-1], beta.numel(), value.device)
+        run = _combine_launch(layout, form_of(output))
         run({"parts": shares, "sums": sums, "output": output}, value)
 
 
@@ -333,7 +333,8 @@ def _values_launch(
     layout: Layout, value: Form, table: Form | None, mask: Form | None, with_lengths: bool, rows: int, left: int,
     entropy: bool, policy: tuple[float, ...] | None,
 ) -> Launch:  # fmt: skip
-    del with_lengths  # another kernel is compiled where there are none
+    """The launch for a call, with lengths or without, which takes another kernel."""
+    del with_lengths
     dim, lowered = value.shape[-1], policy is not None
     numbers = {
         **_numbers_of_cache("v", layout, value, table, mask, left),
@@ -350,9 +351,10 @@ def _values_launch(
 
 
 @functools.lru_cache(FORMS)
-def _combine_launch(layout: Layout, dim: int, rows: int, device: torch.device) -> Launch:
+def _combine_launch(layout: Layout, output: Form) -> Launch:
+    *rows, dim = output.shape
     splits, block_d = power_of_2(layout.splits, 1), power_of_2(dim)
-    dependent, options = _options(device)
+    dependent, options = _options(output.device)
     numbers = {
         "splits": layout.splits,
         "ROWS": layout.rows,
@@ -362,7 +364,7 @@ def _combine_launch(layout: Layout, dim: int, rows: int, device: torch.device) -
         "CHUNK": min(splits, 8192 // block_d),
         "DEPENDENT": dependent,
     }
-    return Launch(decode_kernel.combine_kernel, rows, numbers, {"num_warps": 4, **options})
+    return Launch(decode_kernel.combine_kernel, math.prod(rows), numbers, {"num_warps": 4, **options})
 
 
 @functools.cache

@@ -7,10 +7,9 @@ import importlib.util
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from .launch import OPTIONS, Form, Launch, form_of
+from .launch import OPTIONS, Form, Launch, form_of, version
 
 ROWS = 256
 """Query rows of a program at a time."""
@@ -93,12 +92,6 @@ def stats_launch(q: Form, k: Form, shared: dict[str, Any], policy: dict[str, Any
     }
     programs = min(items, processors(q.device))
     return Launch(hopper_stats_kernel, programs, numbers, {"num_warps": 4, **OPTIONS}, made=made)
-
-
-@functools.cache
-def version() -> tuple[int, ...]:
-    """Of Triton: major and minor."""
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def strides(x: Form) -> list[int] | None:

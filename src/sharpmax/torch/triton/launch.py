@@ -34,6 +34,14 @@ FORMS = 2048
 """How many forms of a call each cache holds."""
 ALIGNMENT = 16
 """Bytes at whose multiples a tensor should begin: compiled kernels differ by that, and descriptors need it."""
+ALL_ARGUMENTS = (3, 3)
+"""The version of Triton from which on compiled kernels are launched with all arguments, constants included."""
+
+
+@functools.cache
+def version() -> tuple[int, ...]:
+    """Of Triton: major and minor."""
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 class Form(NamedTuple):
@@ -108,8 +116,9 @@ class Launch:
       made: arguments that are made of a tensor: its name, and how.
 
     The first run is Triton's own, which finds or compiles the kernel for arguments of such types and values. What it
-    returns is launched directly from then on, in a fifth of the time, except where a tensor does not begin at a
-    multiple of 16 bytes, which that kernel may count on.
+    returns is launched directly from then on, in a fifth of the time, except where what it counts on does not hold: the
+    types of all tensors, and that they begin at multiples of 16 bytes. Hooks of launches run as ever; those that Triton
+    runs before it looks for a kernel, and its check of globals, are for the first run alone.
     """
 
     def __init__(
@@ -132,6 +141,7 @@ class Launch:
                 self.filled.append((i, source, make))
         self.arguments = [numbers.get(name) for name in names]
         self.again: Callable[..., Any] | None = None
+        self.kinds: list[Any] = []
 
     def __call__(self, given: dict[str, Any], like: Tensor) -> None:
         """Run on ``given``, arguments by name, on the device of ``like``; what the kernel does not take is left out."""
@@ -145,18 +155,23 @@ class Launch:
                 self._run(given)
 
     def _run(self, given: dict[str, Any]) -> None:
-        arguments, addresses = self.arguments.copy(), 0
+        arguments, kinds, addresses = self.arguments.copy(), [], 0
         for i, name, make in self.filled:
             value = given[name]
+            arguments[i] = value if make is None else make(value)
             if isinstance(value, Tensor):
                 addresses |= value.data_ptr()
-            arguments[i] = value if make is None else make(value)
-        if self.again is not None and addresses % ALIGNMENT == 0:
+                kinds.append(value.dtype)
+            else:
+                kinds.append(None if value is None else value.bit_length() < 32)  # a whole number, of 4 bytes or 8
+        aligned = addresses % ALIGNMENT == 0
+        if self.again is not None and aligned and kinds == self.kinds:
             self.again(*arguments)
             return
         compiled = self.kernel[self.grid](*arguments, **self.options)
-        if addresses % ALIGNMENT == 0 and compiled is not None:  # the interpreter gives none
-            self.again = compiled[self.grid]
+        lasting = compiled is not None and version() >= ALL_ARGUMENTS  # the interpreter compiles nothing
+        if self.again is None and aligned and lasting:
+            self.kinds, self.again = kinds, compiled[self.grid]
 
 
 @functools.cache

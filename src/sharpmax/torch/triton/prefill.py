@@ -14,7 +14,6 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...core.policies.base import Lowered
@@ -116,10 +115,10 @@ def attend(
     ``beta`` is ``[B, H, Lq]``, finite and not negative.
     """
     masks = Masks(mask, key_lengths, cu_q, cu_k)
+    run = _attend_launch(form_of(q), form_of(k), form_of(v), geometry, masks.form, float(dropout_p), config)
     packed = cu_q is not None
     out = room(q, (*q.shape[:-1], v.shape[-1]), packed)
     lse = room(q, q.shape[:-1], packed, torch.float32, -math.inf)
-    run = _attend_launch(form_of(q), form_of(k), form_of(v), geometry, masks.form, float(dropout_p), config)
     given = {"q": q, "k": k, "v": v, "beta": row_numbers(beta, q), "out": out, "lse": lse, "seed": seed}
     run(given | masks.given(q), q)
     return out, lse
@@ -166,8 +165,9 @@ def backward(
         raise ValueError("the gradient of beta * q needs the policy that made beta, lowered")
     masks, packed = Masks(mask, key_lengths, cu_q, cu_k), cu_q is not None
     given, parts = _given(
-        q, k, v, beta, masks, out, lse, grad_out, row_max, grad_sum, grad_moment, delta, need_beta, seed, grad_scaled,
-        row_sum, row_moment,
+        q, k, v, beta, masks, out=out, lse=lse, grad_out=grad_out, row_max=row_max, grad_sum=grad_sum,
+        grad_moment=grad_moment, delta=delta, need_beta=need_beta, seed=seed, grad_scaled=grad_scaled, row_sum=row_sum,
+        row_moment=row_moment,
     )  # fmt: skip
     forms = [form_of(given[name]) for name in ("q", "k", "v", "d_out")]
     rest = (geometry, masks.form, parts, float(dropout_p))
@@ -207,7 +207,9 @@ def beta_gradient(
     at once: nine products in place of the eleven of two backward passes one after the other.
     """
     masks = Masks(mask, key_lengths, cu_q, cu_k)
-    given, parts = _given(q, k, v, beta, masks, out, lse, grad_out, row_max, None, None, None, True, seed)
+    given, parts = _given(
+        q, k, v, beta, masks, out=out, lse=lse, grad_out=grad_out, row_max=row_max, need_beta=True, seed=seed
+    )
     forms = [form_of(given[name]) for name in ("q", "k", "v", "d_out")]
     dbeta = room(q, q.shape[:-1], cu_q is not None, torch.float32)
     run = _query_launch(*forms, geometry, masks.form, parts, float(dropout_p), None, False, config)
@@ -219,7 +221,7 @@ def policy_gradient(lowered: Lowered, row_sum: Tensor, row_moment: Tensor, dbeta
     """The cotangents of sum and moment, from that of beta, under a policy of the entropy."""
     rows = {"dbeta": dbeta.contiguous(), "row_sum": row_sum.contiguous(), "row_moment": row_moment.contiguous()}
     grad_sum, grad_moment = (torch.empty_like(rows["row_sum"]) for _ in range(2))
-    run = _policy_launch(row_sum.numel(), row_sum.device, lowered)
+    run = _policy_launch(form_of(rows["row_sum"]), lowered)
     run(rows | {"grad_sum": grad_sum, "grad_moment": grad_moment}, row_sum)
     return grad_sum, grad_moment
 
@@ -315,10 +317,10 @@ def _of_values(v: Form, dropout_p: float) -> dict[str, Any]:
 
 
 def _given(
-    q: Tensor, k: Tensor, v: Tensor | None, beta: Tensor | None, masks: Masks, out: Tensor | None, lse: Tensor | None,
-    grad_out: Tensor | None, row_max: Tensor | None, grad_sum: Tensor | None, grad_moment: Tensor | None,
-    delta: Tensor | None, need_beta: bool, seed: int, grad_scaled: Tensor | None = None, row_sum: Tensor | None = None,
-    row_moment: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor | None, beta: Tensor | None, masks: Masks, *, out: Tensor | None,
+    lse: Tensor | None, grad_out: Tensor | None, row_max: Tensor | None, need_beta: bool, seed: int,
+    grad_sum: Tensor | None = None, grad_moment: Tensor | None = None, delta: Tensor | None = None,
+    grad_scaled: Tensor | None = None, row_sum: Tensor | None = None, row_moment: Tensor | None = None,
 ) -> tuple[dict[str, Any], Parts]:  # fmt: skip
     """The tensors that both backward kernels take; one that is not needed is stood in for by ``q``."""
     attends, scaled = grad_out is not None, grad_scaled is not None
@@ -408,7 +410,8 @@ def _key_launch(
 
 
 @functools.lru_cache(FORMS)
-def _policy_launch(rows: int, device: torch.device, lowered: Lowered) -> Launch:
-    numbers = {"rows": rows, **policy_arguments(lowered), "ROWS": POLICY_ROWS}
+def _policy_launch(rows: Form, lowered: Lowered) -> Launch:
+    count = math.prod(rows.shape)
+    numbers = {"rows": count, **policy_arguments(lowered), "ROWS": POLICY_ROWS}
     options = {"num_warps": POLICY_WARPS, **OPTIONS}
-    return Launch(policy_gradient_kernel, triton.cdiv(rows, POLICY_ROWS), numbers, options)
+    return Launch(policy_gradient_kernel, -(-count // POLICY_ROWS), numbers, options)
