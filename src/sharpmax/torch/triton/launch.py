@@ -168,8 +168,8 @@ class Launch:
         if self.again is not None and aligned and kinds == self.kinds:
             self.again(*arguments)
             return
-        compiled = self.kernel[self.grid](*arguments, **self.options)
-        lasting = compiled is not None and version() >= ALL_ARGUMENTS  # the interpreter compiles nothing
+        compiled: Any = self.kernel[self.grid](*arguments, **self.options)
+        lasting = version() >= ALL_ARGUMENTS and compiled is not None  # the interpreter compiles nothing
         if self.again is None and aligned and lasting:
             self.kinds, self.again = kinds, compiled[self.grid]
 
