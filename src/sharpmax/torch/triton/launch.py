@@ -168,9 +168,9 @@ class Launch:
         if self.again is not None and aligned and kinds == self.kinds:
             self.again(*arguments)
             return
-        compiled: Any = self.kernel[self.grid](*arguments, **self.options)
-        lasting = version() >= ALL_ARGUMENTS and compiled is not None  # the interpreter compiles nothing
-        if self.again is None and aligned and lasting:
+        compiled = self.kernel[self.grid](*arguments, **self.options)
+        # The interpreter compiles nothing.
+        if self.again is None and aligned and compiled is not None and version() >= ALL_ARGUMENTS:
             self.kinds, self.again = kinds, compiled[self.grid]
 
 
