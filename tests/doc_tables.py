@@ -159,6 +159,48 @@ def decode_speed() -> str:
     return markdown(["batch", "keys", "best stock, ms", "sharpmax, ms", "portable kernels, ms", "paged, ms"], lines)
 
 
+def decode_plan_speed() -> str:
+    """Microseconds of one decoding step with lengths, by the kernel that plans with them and by others."""
+    lines = []
+    for case in load("benchmarks/results/decode_plan_cuda.json")["results"]:
+        times, valid = case["microseconds"], case["valid"]
+        portable = times["portable"]
+        cells = [f"{times[name]:,.1f} ({times[name] / portable:.2f}x)" for name in ("planned", "fixed splits")]
+        words = f"{int(valid):,}" if valid.isdigit() else valid
+        lines.append([f"{case['batch']}", f"{case['capacity']:,}", words, *cells, f"{portable:,.1f}"])
+    head = ["batch", "capacity", "valid keys", "sharpmax, us", "the same splits for all, us", "portable kernels, us"]
+    return markdown(head, lines)
+
+
+def decode_plan_ranges() -> dict[str, str]:
+    """What planning costs full caches, in per cent, and what ragged ones take of the portable kernels' time."""
+    cases = load("benchmarks/results/decode_plan_cuda.json")["results"]
+    full = [case["microseconds"] for case in cases if case["valid"].startswith("all")]
+    ragged = [case["microseconds"] for case in cases if case["valid"] == "ragged"]
+    cost = [100 * (t["planned"] / t["fixed splits"] - 1) for t in full]
+    share = [t["planned"] / t["portable"] for t in ragged]
+    return {
+        "cost": f"{min(cost):.0f} to {max(cost):.0f} %",
+        "ragged": f"{min(share):.2f} to {max(share):.2f} times",
+    }
+
+
+def host_time() -> str:
+    """Microseconds of the host for one call, and their multiple of torch's own attention."""
+    found = load("benchmarks/results/host_cuda.json")["results"]
+    rows = {
+        "torch": "torch's own", "stock": "`stock`", "stock, detached": "`stock`, policy detached", "triton": "`triton`",
+        "triton, detached": "`triton`, policy detached", "row_stats": "`row_stats`", "varlen": "`varlen_attention`",
+        "decode": "`decode_attention`", "figure 4": "Figure 4, literal",
+    }  # fmt: skip
+    lines = []
+    for name, label in rows.items():
+        times = (found.get(f"{name} {what}") for what in DIRECTIONS)
+        cells = ("-" if t is None else f"{t['microseconds']:,.0f} us ({t['ratio_to_torch']:.1f}x)" for t in times)
+        lines.append([label, *cells])
+    return markdown(["", *DIRECTIONS], lines)
+
+
 def decode_phrases() -> list[str]:
     """What docs/attention.md says of decoding beside the table."""
     steps = load("benchmarks/results/decode_cuda.json")["results"]
@@ -231,17 +273,24 @@ def attention_ranges(least: int) -> dict[str, str]:
     return ranges
 
 
-def attention_phrases() -> list[str]:
-    """What the README says of attention's speed."""
+def readme_speed() -> str:
+    """The README's table of attention's time."""
     ranges = attention_ranges(MAIN[2])
+    lines = [
+        ["forward", ranges["forward"], ranges["flash forward"]],
+        ["forward and backward", ranges["backward"], ranges["flash forward+backward"]],
+        ["forward and backward, policy detached", ranges["detached"], ""],
+    ]
+    return markdown(["", "of cuDNN's", "of FlashAttention 2's"], lines)
+
+
+def attention_phrases() -> list[str]:
+    """What the README says of decoding's speed."""
+    ranges, plan = attention_ranges(MAIN[2]), decode_plan_ranges()
     return [
-        f"the forward pass takes {ranges['forward']} times as long as cuDNN's attention",
-        f"attention, forward and backward {ranges['backward']} times; without the gradient through the temperature "
-        f"{ranges['detached']} times (up to",
-        "Of FlashAttention 2's time, at 128 columns and up to 32,768 tokens, "
-        f"forward takes {ranges['flash forward']} times, with backward {ranges['flash forward+backward']} times",
-        f"{ranges['decode']} times the best stock decode on full caches",
-        f"with the portable kernels {ranges['portable']} times; from pages {ranges['paged']} times",
+        f"A full cache took {ranges['decode']} times as long as the best stock decode",
+        f"costs these {plan['cost']}, and ragged ones take {plan['ragged']} as long as with the portable kernels",
+        f"Those take {ranges['portable']} times as long as the best stock decode, from pages {ranges['paged']} times",
     ]
 
 
@@ -278,11 +327,13 @@ def tiles_phrase() -> str:
 
 def attention_doc_phrases() -> list[str]:
     """What docs/attention.md says of the same."""
-    ranges = attention_ranges(MAIN[2])
+    ranges, plan = attention_ranges(MAIN[2]), decode_plan_ranges()
     return [
         tiles_phrase(),
         *short_phrases(),
         *decode_phrases(),
+        f"costs full caches {plan['cost']} of the time",
+        f"{plan['ragged']} as long as the portable kernels",
         f"forward takes {ranges['forward']} times as long as cuDNN",
         f"{ranges['flash forward']} times as long as FlashAttention 2 (at 64 columns "
         f"{ranges['narrow flash forward']} times)",
@@ -319,6 +370,7 @@ ALL = {
 STUDIED = {"softmax": "softmax", "PAPER": "adaptive"}
 TABLES = {
     "README.md": [
+        readme_speed(),
         accuracy_table("results/table1.json", SHORT),
         accuracy_table("results/table1_sharp.json", SHORT, paper=False),
     ],
@@ -338,6 +390,8 @@ TABLES = {
         attention_memory(),
         attention_errors(),
         decode_speed(),
+        decode_plan_speed(),
+        host_time(),
         packed_speed(),
         recorded_speed(),
         attention_on_a_cpu(),
