@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ..core.policies import PAPER, Detached, Policy, lowered, needs_spread
+from ..core.policies import PAPER, Detached, Lowered, Policy, lowered, needs_spread
 from ..core.stats import RowStats
 from ..mechanisms import Mechanism
 from . import choice, fused, mechanisms, ops, reference
@@ -235,7 +235,7 @@ def with_policy_inside(
     assert numbers is not None
     given = (geometry.numbers, fused.policy_numbers(numbers), isinstance(policy, Detached))
     if impl == "stock":
-        if dropout_p == 0 and not (given[2] or numbers.constant) and _gradient_in_one_piece(inputs):
+        if dropout_p == 0 and not (given[2] or numbers.constant) and _gradient_in_one_piece(inputs, numbers):
             return fused.sharpened_attention(q, k, v, *given[:2])[0]
         return _stock(inputs, fused.sharpened_query(q, k, mask, key_lengths, *given)[0], dropout_p)
     return fused.adaptive_attention(
@@ -243,7 +243,7 @@ def with_policy_inside(
     )[0]
 
 
-def _gradient_in_one_piece(inputs: Inputs) -> bool:
+def _gradient_in_one_piece(inputs: Inputs, numbers: Lowered) -> bool:
     """Whether a gradient is asked for, of a call that has cuDNN's attention and ours for Hopper."""
     q, k, v, mask, key_lengths, geometry, _ = inputs
     return (
@@ -253,7 +253,7 @@ def _gradient_in_one_piece(inputs: Inputs) -> bool:
         and torch.is_grad_enabled()
         and any(x.requires_grad for x in (q, k, v))
         and choice.cudnn_enabled()
-        and choice.sharpened_attention_pays(q, k, v, geometry)
+        and choice.sharpened_attention_pays(q, k, v, geometry, numbers)
     )
 
 

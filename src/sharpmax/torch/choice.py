@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.policies import Policy, is_hard
+from ..core.policies import Lowered, Policy, is_hard
 from .checks import Inputs, forward_mode, has_tangent
 from .geometry import ALL, LARGEST_HEAD, Geometry
 
@@ -109,14 +109,15 @@ def hopper_processors(device: torch.device) -> int:
     return hopper.processors(device) if hopper.is_hopper(device) and hopper.version() in hopper.RUN_WITH else 0
 
 
-def sharpened_attention_pays(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> bool:
+def sharpened_attention_pays(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, lowered: Lowered) -> bool:
     """Whether the gradient kernels for Hopper serve a call and keep the card at work."""
     count = hopper_processors(q.device)
     if count == 0:
         return False
     from .triton import hopper_backward
 
-    return not hopper_backward.refusal(q, k, v, geometry) and hopper_backward.pays(q, k, geometry.banded, count)
+    refused = hopper_backward.refusal(q, k, v, geometry, lowered)
+    return not refused and hopper_backward.pays(q, k, geometry.banded, count)
 
 
 def _refusal(impl: str, inputs: Inputs, policy: Policy | None) -> str:

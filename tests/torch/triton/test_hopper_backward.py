@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 from torch import Tensor
@@ -118,10 +118,13 @@ def test_errors_are_about_those_of_stock_attention_and_bits_always_the_same(case
 
 
 @pytest.mark.gpu
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=(Phase.generate,),
+)  # fmt: skip
 @for_all(
     queries=st.integers(1, 500),
-    keys=st.integers(1, 500),
+    keys=st.integers(2, 500),
     heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (37, 37)]),
     right=st.sampled_from([ALL, 0]),
     scale=st.sampled_from([1e-3, 0.1]),
@@ -390,13 +393,13 @@ def test_which_calls_it_is_for(what: str | None, monkeypatch: pytest.MonkeyPatch
         q, k, v, options.get("attn_mask"), options.get("key_lengths"), is_causal=options["is_causal"], scale=None,
         window=None, softcap=None, enable_gqa=False,
     )  # fmt: skip
-    assert module._gradient_in_one_piece(given) is (what is None)
+    assert module._gradient_in_one_piece(given, POLICY) is (what is None)
 
 
 def test_other_devices_and_versions_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.hopper_processors(torch.device("cpu")) == 0
     x = torch.zeros(4, 8, 256, 64, dtype=torch.float16)
-    assert not choice.sharpened_attention_pays(x, x, x, CAUSAL)
+    assert not choice.sharpened_attention_pays(x, x, x, CAUSAL, POLICY)
     monkeypatch.setattr(choice, "compute_capability", lambda _: 9)
     assert choice.hopper_processors(torch.device("cpu")) == 0
 
@@ -412,6 +415,7 @@ REFUSED: list[tuple[str, Geometry, tuple[int, ...], tuple[int, ...]]] = [
     ),
     ("heads of 64 or 128 columns in a two-byte type", FULL, (20, 32), (20, 32)),
     ("tensors that are not empty", FULL, (20, 64), (0, 64)),
+    ("more than one key, as cuDNN does", FULL, (20, 64), (1, 64)),
     ("", Geometry(0.1, right=0, lower_right=True), (20, 64), (20, 64)),
     ("", CAUSAL, (20, 128), (30, 128)),
 ]  # fmt: skip
@@ -422,12 +426,30 @@ def test_what_it_does_not_serve_it_refuses(
     sentence: str, geometry: Geometry, queries: tuple[int, ...], keys: tuple[int, ...]
 ) -> None:
     q, k = (torch.zeros(2, 4, *shape, dtype=torch.float16) for shape in (queries, keys))
-    assert hopper_backward.refusal(q, k, k, geometry) == sentence
+    assert hopper_backward.refusal(q, k, k, geometry, POLICY) == sentence
     apart = k.mT.contiguous().mT
     if not sentence:
-        assert hopper_backward.refusal(q, k, k[..., :16], geometry) == "values as wide as queries"
-        assert "contiguous" in hopper_backward.refusal(q, apart, k, geometry)
-        assert "contiguous" in hopper_backward.refusal(q, k[:, :, :1].expand_as(k), k, geometry)
+        assert hopper_backward.refusal(q, k, k[..., :16], geometry, POLICY) == "values as wide as queries"
+        assert "copy engine" in hopper_backward.refusal(q, apart, k, geometry, POLICY)
+        assert "copy engine" in hopper_backward.refusal(q, k[:, :, :1].expand_as(k), k, geometry, POLICY)
+        assert "positive" in hopper_backward.refusal(q, k, k, geometry, POLICY._replace(floor=0.0))
+
+
+def test_backward_it_takes_keys_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vmap over queries alone has them: one memory for all."""
+    placed: list[dict[str, Tensor]] = []
+    monkeypatch.setattr(hopper_backward, "_launches", lambda *_: [lambda given, _: placed.append(given)])
+    q = torch.randn(3, 2, 20, 64).half()
+    k = torch.randn(1, 2, 20, 64).half().expand(3, -1, -1, -1)
+    assert "copy engine" in hopper_backward.refusal(q, k, k, CAUSAL, POLICY)
+    rows = {name: torch.ones(3, 2, 20) for name in ("beta", "lse", "row_max", "row_sum", "row_moment")}
+    found = hopper_backward.sharpened_backward(q, k, k, CAUSAL, POLICY, scaled=q, out=q, grad_out=q, **rows)
+    assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
+    assert torch.equal(placed[0]["k"], k)
+    assert placed[0]["k"].is_contiguous()
+    unbounded = POLICY._replace(floor=0.0)
+    with pytest.raises(ValueError, match="policies whose beta is positive"):
+        hopper_backward.sharpened_backward(q, k, k, CAUSAL, unbounded, scaled=q, out=q, grad_out=q, **rows)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,14 @@ SAMPLE = 256
 """Keys that stand for all of a head's where only their mean is asked for."""
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> str:
+def refusal(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, lowered: Lowered) -> str:
     """Why the kernels do not give these gradients, or nothing where they do; devices are for others to look at."""
+    regular = all(_regular(x) for x in (q, k, v))
+    return _unserved(q, k, v, geometry, lowered) or ("" if regular else "rows as the copy engine takes them")
+
+
+def _unserved(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, lowered: Lowered) -> str:
+    """The same, wherever tensors lie."""
     if geometry.softcap > 0 or geometry.scale <= 0:
         return "calls without a softcap and with a positive scale"
     aligned = not geometry.lower_right or q.shape[2] == k.shape[2]
@@ -53,7 +59,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> str:
         return "values as wide as queries"
     if 0 in (*q.shape, *k.shape):
         return "tensors that are not empty"
-    return "" if all(_regular(x) for x in (q, k, v)) else "rows that are contiguous and begin at multiples of 16 bytes"
+    if k.shape[2] == 1:
+        return "more than one key, as cuDNN does"
+    return "" if lowered.floor > 0 else "policies whose beta is positive"
 
 
 def _regular(x: Tensor) -> bool:
@@ -89,7 +97,7 @@ def sharpened_backward(
     beta: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; ``out`` and ``lse`` are those of attention on ``scaled``, which is ``beta * q``."""
-    refused = refusal(q, k, v, geometry)
+    refused = _unserved(q, k, v, geometry, lowered)
     if refused:
         raise ValueError(f"the gradient kernels for Hopper serve {refused}")
     given = _tensors(q, k, v, scaled, out, grad_out, beta, lse, row_max, row_sum, row_moment)
@@ -149,14 +157,14 @@ def _launches(
         **strides("o", out, "bhld"),
         **strides("g", grad_out, "bhld"),
         **policy_arguments(lowered),
+        "tiles": -(-queries // LINES),
         "heads": heads,
         "D": width,
         "LINES": LINES,
         "NUMBERS": NUMBERS,
     }
-    numbers = Launch(
-        numbers_kernel, (-(-queries // LINES), batch * heads), shared | of_rows, {"num_warps": 8, **OPTIONS}
-    )
+    programs = of_rows["tiles"] * batch * heads
+    numbers = Launch(numbers_kernel, programs, shared | of_rows, {"num_warps": 8, **OPTIONS})
     streamed = {"q_desc": "scaled", "g_desc": "d_out", "k_desc": "k", "v_desc": "v"}
     options = {"num_warps": 4, **OPTIONS}
     programs, order = _programs(q, k, causal)

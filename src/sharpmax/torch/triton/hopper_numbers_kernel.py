@@ -16,7 +16,7 @@ def numbers_kernel(
     q, scaled, out, d_out, mean, beta, lse, row_max, row_sum, row_moment, numbers,
     stride_qb, stride_qh, stride_ql, stride_qd, stride_ob, stride_oh, stride_ol, stride_od,
     stride_gb, stride_gh, stride_gl, stride_gd,
-    heads, group, queries, unit, scale,
+    tiles, heads, group, queries, unit, scale,
     c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor,
     D: tl.constexpr, LINES: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
@@ -25,7 +25,7 @@ def numbers_kernel(
     ``q~`` was rounded: where keys have much in common, with ``mean``, all its logits differ from those of the
     statistics by nearly the same, which is taken out of ``p``. Attention itself does not feel it.
     """
-    sequence, tile = tl.program_id(1), tl.program_id(0)
+    sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     batch, head = sequence // heads, sequence % heads
     line = tl.arange(0, LINES)
     row = tile * LINES + line
@@ -51,7 +51,7 @@ def numbers_kernel(
     entropy = tl.log(total) - mean_exponent
     slope = lowered_slope(entropy, c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor)
     shift = tl.load(row_max + at, mask=inside, other=0.0) * LOG2E + tl.log2(total) + offset
-    numbers += (tl.cast(sequence, tl.int64) * tl.num_programs(0) + tile) * (NUMBERS * LINES)
+    numbers += tl.cast(tl.program_id(0), tl.int64) * (NUMBERS * LINES)
     numbers += line // 16 * 16 + line // 2 % 4 * 4 + line // 8 % 2 * 2 + line % 2  # hopper_query_kernel.place_of
     tl.store(numbers, tl.where(inside, tl.load(lse + at, mask=inside, other=0.0) * -LOG2E, FAR))
     tl.store(numbers + LINES, tl.where(inside, delta, 0.0))
