@@ -33,7 +33,7 @@ class Operator:
         """As :meth:`torch.library.CustomOpDef.register_autograd` has it."""
         self.opaque.register_autograd(backward, setup_context=setup_context)
 
-        def forward(ctx: Any, *arguments: Any) -> Any:  # a setup_context of its own costs 50 microseconds a call
+        def forward(ctx: Any, *arguments: Any) -> Any:  # a setup_context of its own looks at signatures in every call
             output = self.function(*arguments)
             if setup_context is not None:
                 setup_context(ctx, arguments, output)

@@ -116,9 +116,9 @@ class Launch:
       made: arguments that are made of a tensor: its name, and how.
 
     The first run is Triton's own, which finds or compiles the kernel for arguments of such types and values. What it
-    returns is launched directly from then on, in a fifth of the time, except where what it counts on does not hold: the
-    types of all tensors, and that they begin at multiples of 16 bytes. Hooks of launches run as ever; those that Triton
-    runs before it looks for a kernel, and its check of globals, are for the first run alone.
+    returns is launched directly from then on, which costs the host less, except where what it counts on does not hold:
+    the types of all tensors, and that they begin at multiples of 16 bytes. Hooks of launches run as ever; those that
+    Triton runs before it looks for a kernel, and its check of globals, are for the first run alone.
     """
 
     def __init__(
