@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.policies.base import Lowered
 from .checks import full_precision
 from .geometry import Geometry
-from .operator import operator
+from .operator import Operator, operator
 from .ops import empty_output, empty_stats, folded, kernels, no_second_derivative, nothing
 
 
@@ -183,21 +183,28 @@ def _sharpened_attention_backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep_sharpened_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], *output)
-    ctx.rest = inputs[3:]
-    ctx.mark_non_differentiable(*output[1:])
+def _differentiated(op: Operator, backward: Operator, tensors: int) -> None:
+    """The gradient of an operator that attends: ``backward`` gives it for query, key and value.
+
+    It takes the first ``tensors`` arguments of ``op``, all that came of them, the cotangent of the output, which alone
+    has one, and the other arguments.
+    """
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:tensors], *output)
+        ctx.rest = inputs[tensors:]
+        ctx.mark_non_differentiable(*output[1:])
+
+    def gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
+        found = (None,) * 3 if grad_out is None else backward(*ctx.saved_tensors, grad_out, *ctx.rest)
+        return *found, *(None,) * (tensors - 3 + len(ctx.rest))
+
+    op.register_autograd(gradients, setup_context=keep)
+    backward.register_autograd(no_second_derivative)
 
 
-def _sharpened_attention_gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
-    if grad_out is None:
-        return (None,) * 5
-    return *sharpened_attention_backward(*ctx.saved_tensors, grad_out, *ctx.rest), None, None
-
-
-sharpened_attention.register_autograd(_sharpened_attention_gradients, setup_context=_keep_sharpened_attention)
-sharpened_attention_backward.register_autograd(no_second_derivative)
+_differentiated(sharpened_attention, sharpened_attention_backward, 3)
 
 
 @operator("sharpmax::adaptive_attention")
@@ -290,21 +297,7 @@ def _adaptive_attention_backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep_adaptive(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:8], *output)
-    ctx.rest = inputs[8:]
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _adaptive_gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
-    if grad_out is None:
-        return (None,) * 12
-    return *adaptive_attention_backward(*ctx.saved_tensors, grad_out, *ctx.rest), *(None,) * 9
-
-
-adaptive_attention.register_autograd(_adaptive_gradients, setup_context=_keep_adaptive)
-adaptive_attention_backward.register_autograd(no_second_derivative)
+_differentiated(adaptive_attention, adaptive_attention_backward, 8)
 
 
 sharpened_query.register_vmap(folded(sharpened_query, 4, 2, ()))
