@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import math
-import os
-import random
-import subprocess
-import sys
-import types
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +29,7 @@ from tests.torch.decode_cases import (
 pytest.importorskip("triton")
 
 from sharpmax.torch.triton import decode_hopper, hopper
+from tests.torch.triton.compiled import printed
 
 ON_HOPPER = (
     torch.cuda.is_available()
@@ -347,141 +342,6 @@ def test_when_it_pays(shape: tuple[int, int, int], left: int, expected: bool) ->
     assert decode_hopper.pays(query, key, left) == expected
 
 
-class Pointer(NamedTuple):
-    """An address of one of the lengths, or of many."""
-
-    values: Tensor
-    at: Any = 0
-
-    def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.values, self.at + offset)
-
-
-def plan_functions() -> types.SimpleNamespace:
-    """The functions of the kernel that plan, as torch operations."""
-    pytest.importorskip("triton.experimental.gluon")
-    from sharpmax.torch.triton import decode_hopper_kernel
-
-    def load(pointer: Pointer, mask: Tensor | None) -> Tensor:
-        if mask is None:
-            return pointer.values[pointer.at]
-        there = torch.where(mask, pointer.at, 0)
-        return torch.where(mask, pointer.values[there], torch.full_like(there, 12345678))  # anything may be there
-
-    def constant(like: Tensor, x: Any) -> Tensor:
-        return torch.as_tensor(x, dtype=like.dtype)
-
-    language = types.SimpleNamespace(
-        int32=torch.int32,
-        BlockedLayout=lambda *_: None,
-        SliceLayout=lambda *_: None,
-        num_warps=lambda: decode_hopper.WARPS,
-        arange=lambda first, last, layout: torch.arange(first, last, dtype=torch.int32),
-        load=load,
-        where=torch.where,
-        maximum=lambda a, b: torch.maximum(a, constant(a, b)),
-        minimum=lambda a, b: torch.minimum(a, constant(a, b)),
-        expand_dims=torch.unsqueeze,
-        sum=lambda x, axis: x.sum(axis, dtype=torch.int32),
-        max=torch.amax,
-        min=torch.amin,
-        zeros_like=torch.zeros_like,
-        convert_layout=lambda x, _: x,
-        associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=torch.int32),
-    )
-    names: dict[str, Any] = {"gl": language, "__builtins__": builtins, "_uniform": lambda x: x}
-    for name in ("_length", "_sight", "_pieces", "_sum", "_suitable_share", "_plan", "_place", "_splits_of", "_span"):
-        function = getattr(decode_hopper_kernel, name).fn
-        names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
-    return types.SimpleNamespace(**names)
-
-
-def check_plan(
-    lengths: list[int] | None, batch: int, heads: int, capacity: int, left: int, most: int, splits: int
-) -> None:
-    """Every key in sight belongs to one split, splits are as the kernel needs them, and cost as little as can be."""
-    functions, keys, queries = plan_functions(), decode_hopper.KEYS, 2
-    query, key = (torch.empty((batch, heads, n, 64), device="meta") for n in (queries, capacity))
-    highest = decode_hopper._most_tiles(query, key, left)
-    programs, share, limit, most_splits = decode_hopper.bounds(batch * heads, highest, most, splits, 132)
-    given = None if lengths is None else Pointer(torch.tensor(lengths, dtype=torch.int32))
-    sizes = tuple(torch.tensor(n, dtype=torch.int32) for n in (batch * heads, heads, capacity, left))
-    plan = functions._plan(
-        given, torch.tensor(share, dtype=torch.int32), sizes, limit, programs, decode_hopper.OVERHEAD,
-        1 if given is None else decode_hopper._padded(batch), most, queries, keys,
-    )  # fmt: skip
-    items, chosen = int(plan[0]), int(plan[1])
-    valid = [capacity] * batch if lengths is None else [min(max(n, 0), capacity) for n in lengths]
-    oldest = [max(n - queries - left, 0) if left >= 0 else 0 for n in valid]
-    tiles = [-(-n // keys) - first // keys for n, first in zip(valid, oldest, strict=True)]
-
-    def number(share: int) -> list[int]:
-        return [max(1, -(-n // share)) for n in tiles]
-
-    def cost(share: int) -> float:
-        turns = -(-heads * sum(number(share)) // programs)
-        work = min(turns * share, -(-heads * sum(tiles) // programs) + share)
-        return 2 * work + turns * decode_hopper.OVERHEAD / 2
-
-    fitting = [n for n in range(1, most + 1) if max(number(n)) <= programs and heads * sum(number(n)) <= limit]
-    assert chosen in fitting
-    assert cost(chosen) == min(cost(n) for n in fitting) or splits > 0
-    assert items == heads * sum(number(chosen)) <= limit
-    lengths_of_items = [-1] * items
-    for b, count in enumerate(number(chosen)):
-        assert count <= min(programs, most_splits)
-        for head in range(heads):
-            pair = torch.tensor(b * heads + head, dtype=torch.int32)
-            start, found = (int(n) for n in functions._splits_of(pair, plan, sizes, given, queries, keys))
-            assert found == count
-            at = oldest[b] // keys * keys
-            for split in range(count):
-                item = torch.tensor(start + split, dtype=torch.int32)
-                place = functions._place(item, plan, sizes, given, queries, keys)
-                assert [int(n) for n in place] == [b, head, valid[b], split, count]
-                _, first, last = (int(n) for n in functions._span(*place[2:], sizes, queries, keys))
-                assert first == at
-                assert last > first or valid[b] == 0
-                assert lengths_of_items[item] == -1
-                lengths_of_items[item] = max(1, -(-tiles[b] // count))
-                at = last
-                assert -(-(last - first) // keys) <= lengths_of_items[item] <= chosen
-            assert at == valid[b]
-    assert lengths_of_items == sorted(lengths_of_items, reverse=True)
-    assert min(lengths_of_items) >= 0
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_plans(seed: int) -> None:
-    draw = random.Random(seed)
-    batch, heads = draw.choice([1, 2, 3, 7, 31, 33, 64]), draw.choice([1, 2, 8])
-    capacity = draw.choice([1, 127, 1920, 4097])
-    lengths: list[int] | None = [draw.randint(0, capacity) for _ in range(batch)]
-    kind = seed % 5
-    if kind == 0:
-        lengths = None
-    elif kind == 1:
-        lengths = [draw.choice([0, 1, 128, capacity, -3, capacity + 1000]) for _ in range(batch)]
-    elif kind == 2:
-        lengths = [capacity, *[0] * (batch - 1)]
-    left = draw.choice([-1, -1, 0, 1, 300, 5000])
-    check_plan(lengths, batch, heads, capacity, left, draw.choice([7, 15]), draw.choice([0, 0, 0, 1, 5, 132]))
-
-
-@pytest.mark.parametrize("length", [0, 1, 1024, 32768, 131072, 132 * 15 * 128])
-def test_plans_of_large_capacity(length: int) -> None:
-    check_plan([length], 1, 1, 132 * 15 * 128, -1, 15, 0)
-    check_plan([length, 0, 777], 3, 2, 132 * 15 * 128, 100, 15, 0)
-
-
-def test_divisions_of_the_plan_are_exact() -> None:
-    functions = plan_functions()
-    tiles = torch.arange(0, 20000, dtype=torch.int32)
-    for share in range(1, 16):
-        expected = ((tiles + share - 1) // share).clamp(min=1)
-        assert bool((functions._pieces(tiles, torch.tensor(share)) == expected).all())
-
-
 COMPILE = """
 import torch, triton
 from triton._utils import canonicalize_dtype
@@ -524,9 +384,6 @@ for width, dtype, rows, columns, splits, batch in (
 
 def test_it_compiles_for_hopper_without_a_gpu_and_keeps_both_products() -> None:
     pytest.importorskip("triton.experimental.gluon._runtime")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], check=False, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [tuple(map(int, line.split()[1:])) for line in done.stdout.splitlines() if line.startswith("kernel")]
+    found = [tuple(map(int, line.split()[1:])) for line in printed(COMPILE).splitlines() if line.startswith("kernel")]
     assert [products for _, products in found] == [2 * 2 * 8, 2 * 2 * 8, 2 * 2 * 4]
     assert max(shared for shared, _ in found) <= 227 * 1024  # what a program may have

@@ -38,7 +38,7 @@ from tests.torch.decode_cases import (
 
 pytest.importorskip("triton")
 
-from sharpmax.torch.triton.decode import layout_of
+from sharpmax.torch.triton.decode_portable import layout_of
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -294,7 +294,7 @@ def test_long_caches(dtype: torch.dtype) -> None:
 
 
 def test_a_suitable_number_of_splits() -> None:
-    from sharpmax.torch.triton.decode import MOST_SPLITS, suitable_splits
+    from sharpmax.torch.triton.decode_portable import MOST_SPLITS, suitable_splits
 
     assert suitable_splits(8, 8192, 132) == 33  # two programs for each of 132 processors
     assert suitable_splits(8, 256, 132) == 2  # but 128 keys for each

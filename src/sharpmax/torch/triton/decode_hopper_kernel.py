@@ -10,8 +10,7 @@ Products are transposed: keys (or columns of values) are the rows of a tile, of 
 its columns, of which 8 suffice. A thread finds the logits that it kept where it put them.
 
 How many splits a head gets follows from its keys in sight, which only the device knows: every program makes the same
-plan before it begins, one number of tiles that no split exceeds, and finds its splits by it. They are numbered head by
-head, and those of each turn are as many as there are programs, which take one each.
+plan (:mod:`.decode_plan`) before it begins. Those of each turn are as many as there are programs, which take one each.
 
 No program waits for ever. All run at once (a cooperative launch), and each publishes the statistics of its split of a
 turn before it waits for others, for the split of the turn before. A head has no more splits than there are programs, so
@@ -33,134 +32,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .decode_kernel import LOG2E, MASKED
-from .hopper_kernel import advance, ex2, load_tile, lowered_beta, synchronize
+from .decode_plan import place_of, planned, span_of, splits_of
+from .hopper_kernel import advance, ex2, item_of_turn, load_tile, lowered_beta, synchronize, turns_of
 
 WHOLE_NUMBERS = (
     "stride_qb", "stride_qh", "stride_ql", "stride_part", "stride_stats",
     "groups", "heads", "capacity", "left", "share", "limit", "overhead",
 )  # fmt: skip
-
-
-@gluon.jit
-def _length(lengths, batch, capacity, mask=None):
-    """How many keys of a batch element are valid."""
-    length = capacity
-    if lengths is not None:
-        length = gl.minimum(gl.maximum(gl.load(lengths + batch, mask=mask), 0), capacity)
-    return length
-
-
-@gluon.jit
-def _sight(length, left, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """The oldest key in sight, and how many tiles there are from its tile on."""
-    oldest = gl.where(left >= 0, gl.maximum(length - QUERIES - left, 0), 0)
-    return oldest, (length - oldest // KEYS * KEYS + KEYS - 1) // KEYS
-
-
-@gluon.jit
-def _pieces(n, most):
-    """How many pieces of at most ``most`` there are in ``n``, at least one; exact up to a million."""
-    return gl.maximum(((n + most - 0.5) * (1.0 / most)).to(gl.int32), 1)
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
-def _uniform(x):
-    """A whole number that all threads of a warp hold, so that the compiler sees that they do, and branches as one."""
-    return gl.inline_asm_elementwise(
-        "redux.sync.max.s32 $0, $1, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _suitable_share(tiles, there, alike, limit, programs, overhead, layout: gl.constexpr, TILES: gl.constexpr):
-    """Of how many tiles splits should be, at most, so that programs that take one in each turn are done the soonest.
-
-    All numbers up to ``TILES`` are tried at once, each for ``alike`` heads of each length. Turns take as long as their
-    largest split; or, where splits differ, programs share all tiles about equally.
-    """
-    share = gl.maximum(gl.arange(0, TILES + 1, layout=gl.SliceLayout(0, layout)), 1)
-    splits = _pieces(gl.expand_dims(tiles, 1), gl.expand_dims(share, 0))
-    items = alike * gl.sum(gl.where(gl.expand_dims(there, 1), splits, 0), 0)
-    turns = _pieces(items, programs)
-    work = gl.minimum(turns * share, _pieces(alike * gl.sum(tiles, 0), programs) + share)
-    possible = (items <= limit) & (_pieces(gl.max(tiles, 0), share) <= programs)
-    cost = gl.where(possible, 4 * work + turns * overhead, 0x3FFFFFF)
-    return TILES - gl.min(cost * (TILES + 1) + TILES - share, 0) % (TILES + 1)  # of equal costs, the fewest splits
-
-
-@gluon.jit
-def _plan(
-    lengths, share, sizes, limit, programs, overhead,
-    BATCH: gl.constexpr, TILES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
-):  # fmt: skip
-    """How many splits there are, the most tiles of one, and batch elements with the first split of each.
-
-    Of elements of the same length, ``BATCH`` of 1 stands for all. Splits are at most ``limit``; a head has at most one
-    for each program. Splits of more tiles come first, so that those of a turn are about equal. ``TILES`` is one less
-    than a power of 2. Every warp gets all of the plan. Few numbers in each thread keep its code short, which matters
-    for what runs once.
-    """
-    groups, heads, capacity, left = sizes
-    W: gl.constexpr = gl.num_warps()
-    if BATCH == 1:
-        layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // (TILES + 1), TILES + 1], [W, 1], [1, 0])
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([BATCH // 32, (TILES + 1) // W], [32, 1], [1, W], [0, 1])
-    batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, layout))
-    there = batch < groups // heads
-    _, tiles = _sight(_length(lengths, batch, capacity, there), left, QUERIES, KEYS)
-    tiles = gl.where(there, tiles, 0)
-    alike = groups if BATCH == 1 else heads
-    if share == 0:
-        share = _uniform(_suitable_share(tiles, there, alike, limit, programs, overhead, layout, TILES))
-    splits = _pieces(tiles, share)
-    counts = gl.where(there, alike * splits, 0)
-    firsts = gl.zeros_like(counts)
-    if BATCH > 1:
-        level = gl.expand_dims(gl.arange(0, TILES + 1, layout=gl.SliceLayout(0, layout)), 0)
-        size = gl.expand_dims(_pieces(tiles, splits), 1)
-        larger = gl.sum(gl.where(size > level, gl.expand_dims(counts, 1), 0), 0)
-        equal = gl.where(size == level, gl.expand_dims(counts, 1), 0)
-        before = gl.associative_scan(equal, 0, _sum) - equal + gl.expand_dims(larger, 0)
-        firsts = gl.where(there, gl.sum(gl.where(size == level, before, 0), 1), 0x7FFFFFFF)
-    return _uniform(gl.sum(counts, 0)), share, batch, firsts
-
-
-@gluon.jit
-def _place(item, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Batch element and head of a split, how many keys are valid, its number within the head and how many it has."""
-    _, heads, capacity, left = sizes
-    _, share, each, firsts = plan
-    first = gl.max(gl.where(firsts <= item, firsts, 0), 0)
-    batch = gl.max(gl.where(firsts == first, each, 0), 0)
-    length = _length(lengths, batch, capacity)
-    splits = _pieces(_sight(length, left, QUERIES, KEYS)[1], share)
-    pair = batch * heads + (item - first) // splits
-    return pair // heads, pair % heads, length, (item - first) % splits, splits
-
-
-@gluon.jit
-def _splits_of(pair, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """The first split of a head, and how many there are."""
-    _, heads, capacity, left = sizes
-    _, share, each, firsts = plan
-    batch = gl.minimum(pair // heads, each.shape[0] - 1)
-    splits = _pieces(_sight(_length(lengths, batch, capacity), left, QUERIES, KEYS)[1], share)
-    return gl.max(gl.where(each == batch, firsts, 0), 0) + (pair - batch * heads) * splits, splits
-
-
-@gluon.jit
-def _span(length, split, splits, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """The oldest key in sight, the first key of a split and its last."""
-    oldest, tiles = _sight(length, sizes[3], QUERIES, KEYS)
-    share = (tiles + splits - 1) // splits * KEYS
-    first = oldest // KEYS * KEYS + split * share
-    return oldest, first, gl.minimum(first + share, length)
 
 
 @gluon.jit
@@ -181,24 +59,6 @@ def _row_span(row, length, left, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def _item(turn):
-    """The number of a program's split: programs take one each, in turn from the first on and from the last on.
-
-    Splits are sorted, so that the program that had the largest gets the smallest next.
-    """
-    programs = gl.num_programs(0)
-    place = gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
-
-
-@gluon.jit
-def _turns(items):
-    """How many splits a program has."""
-    whole = items // gl.num_programs(0)
-    return whole + (_item(whole) < items).to(gl.int32)
-
-
-@gluon.jit
 def _prefetch(cursor, ring, plan, sizes, lengths, STAGES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     """Send for the next tile of the program, if there is one: keys of a split, then values of the split before it."""
     step, at, blocks, batch, head, first, count, v_batch, v_head, v_first, v_count, stage = cursor
@@ -210,8 +70,10 @@ def _prefetch(cursor, ring, plan, sizes, lengths, STAGES: gl.constexpr, QUERIES:
             v_batch, v_head, v_first, v_count = batch, head, first, count
             count = 0
             if step < 2 * turns:
-                batch, head, length, split, splits = _place(_item(step // 2), plan, sizes, lengths, QUERIES, KEYS)
-                _, first, last = _span(length, split, splits, sizes, QUERIES, KEYS)
+                batch, head, length, split, splits = place_of(
+                    item_of_turn(step // 2), plan, sizes, lengths, QUERIES, KEYS
+                )
+                _, first, last = span_of(length, split, splits, sizes, QUERIES, KEYS)
                 count = _count(first, last, KEYS)
         blocks = gl.where(step % 2 == 0, count, v_count)
     if at < blocks:
@@ -407,18 +269,18 @@ def hopper_decode_kernel(
 
     sizes = (groups, heads, capacity, left)
     strides = (stride_qb, stride_qh, stride_ql)
-    plan = _plan(lengths, share, sizes, limit, gl.num_programs(0), overhead, BATCH, TILES, QUERIES, KEYS)
+    plan = planned(lengths, share, sizes, limit, gl.num_programs(0), overhead, BATCH, TILES, QUERIES, KEYS)
     items = plan[0]
-    turns = _turns(items)
+    turns = turns_of(items)
     ring = (k_desc, v_desc, tiles, full, turns)
     cursor = (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     for _ in range(STAGES):
         cursor = _prefetch(cursor, ring, plan, sizes, lengths, STAGES, QUERIES, KEYS)
     row = gl.arange(0, COLUMNS, layout=row_layout)
-    next_batch, next_head, next_length, next_split, next_splits = _place(
-        _item(0), plan, sizes, lengths, QUERIES, KEYS
+    next_batch, next_head, next_length, next_split, next_splits = place_of(
+        item_of_turn(0), plan, sizes, lengths, QUERIES, KEYS
     )  # fmt: skip
-    q = _queries(query, strides, next_batch, next_head, _item(0) < items, ROWS, QUERIES, COLUMNS, D, wide)
+    q = _queries(query, strides, next_batch, next_head, item_of_turn(0) < items, ROWS, QUERIES, COLUMNS, D, wide)
     stage = 0
     phase = 0
     pair, length, split, splits = 0, 0, 0, 0
@@ -428,18 +290,18 @@ def hopper_decode_kernel(
         done_pair, done_splits = v_pair, v_splits
         v_pair, v_length, v_split, v_splits = pair, length, split, splits
         if turn < turns:  # keys of a split
-            item = _item(turn)
+            item = item_of_turn(turn)
             pair, length, split, splits = next_batch * heads + next_head, next_length, next_split, next_splits
-            _, first, last = _span(length, split, splits, sizes, QUERIES, KEYS)
+            _, first, last = span_of(length, split, splits, sizes, QUERIES, KEYS)
             q_tile.store(q)
             fence_async_shared()
             synchronize()
             if done_splits > 1:  # the part of the output that was written last
                 gl.atomic_add(counters + groups + done_pair, 1, sem="release")
-            next_batch, next_head, next_length, next_split, next_splits = _place(
-                _item(turn + 1), plan, sizes, lengths, QUERIES, KEYS
+            next_batch, next_head, next_length, next_split, next_splits = place_of(
+                item_of_turn(turn + 1), plan, sizes, lengths, QUERIES, KEYS
             )  # fmt: skip
-            there = _item(turn + 1) < items
+            there = item_of_turn(turn + 1) < items
             q = _queries(query, strides, next_batch, next_head, there, ROWS, QUERIES, COLUMNS, D, wide)
             top, total, moment, cursor, stage, phase = _pass_keys(
                 ring, cursor, stage, phase, q_tile, kept, turn % 2 * TILES, plan, sizes, lengths, length, first, last,
@@ -453,7 +315,7 @@ def hopper_decode_kernel(
             if splits > 1:
                 gl.atomic_add(counters + pair, 1, sem="release")
         if turn > 0:  # values of the split before
-            item = _item(turn - 1)
+            item = item_of_turn(turn - 1)
             if v_splits > 1:
                 _await(counters + v_pair, v_splits)
             top, total, moment = _group_stats(
@@ -472,7 +334,7 @@ def hopper_decode_kernel(
             gl.store(stats + stride_stats + at, total, mask=writes)
             gl.store(stats + 2 * stride_stats + at, moment, mask=writes)
             gl.store(betas + at, beta, mask=writes)
-            oldest, first, last = _span(v_length, v_split, v_splits, sizes, QUERIES, KEYS)
+            oldest, first, last = span_of(v_length, v_split, v_splits, sizes, QUERIES, KEYS)
             out, weight, cursor, stage, phase = _pass_values(
                 ring, cursor, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, plan, sizes, lengths, oldest, first,
                 last, top, beta, layout, wide, QUERIES, KEYS, STAGES,
@@ -494,7 +356,7 @@ def hopper_decode_kernel(
             gl.atomic_add(counters + groups + v_pair, 1, sem="release")
         for task in range(gl.program_id(0), groups * (COLUMNS // LINES), gl.num_programs(0)):
             pair = task // (COLUMNS // LINES)
-            first, splits = _splits_of(pair, plan, sizes, lengths, QUERIES, KEYS)
+            first, splits = splits_of(pair, plan, sizes, lengths, QUERIES, KEYS)
             if splits > 1:
                 _await(counters + groups + pair, splits)
                 line = task % (COLUMNS // LINES) * LINES

@@ -130,9 +130,9 @@ def _end(row, shift, keys, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def item_of_turn(turn):
-    """The number of a program's block: programs take one each, in turn from the first on and from the last on.
+    """The number of what a program takes: programs take one each, in turn from the first on and from the last on.
 
-    Blocks are sorted by length, longest first, so that the one who had the longest gets the shortest next.
+    What they take is sorted, the longest first, so that the one who had the longest gets the shortest next.
     """
     programs = gl.num_programs(0)
     place = gl.program_id(0)
@@ -141,23 +141,27 @@ def item_of_turn(turn):
 
 @gluon.jit
 def turns_of(items):
-    """How many blocks of rows a program has."""
+    """How many turns a program has, of so many items."""
     whole = items // gl.num_programs(0)
     return whole + (item_of_turn(whole) < items).to(gl.int32)
 
 
 @gluon.jit
-def _assigned(turn, section, blocks, sequences, heads):
-    """Batch element, head and first row of a program's block.
+def assigned(turn, section, blocks, sequences, heads, LAST_FIRST: gl.constexpr):
+    """Batch element, head and number of a program's block.
 
-    Sequences come in sections of a bounded size; in a section the last rows of all sequences come first.
+    Sequences come in sections of a bounded size; in a section the last blocks of all sequences come
+    first, or the first ones.
     """
     item = item_of_turn(turn)
     start = item // (section * blocks) * section
     width = gl.minimum(section, sequences - start)
     place = item - start * blocks
     sequence = start + place % width
-    return sequence // heads, sequence % heads, (blocks - 1 - place // width) * ROWS
+    block = place // width
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return sequence // heads, sequence % heads, block
 
 
 @gluon.jit
@@ -190,7 +194,8 @@ def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     slot = 0
     slot_phase = 1
     for turn in range(turns_of(items)):
-        batch, head, first = _assigned(turn, section, blocks, sequences, heads)
+        batch, head, block = assigned(turn, section, blocks, sequences, heads, True)
+        first = block * ROWS
         for g in gl.static_range(GROUPS):
             at = slot * GROUPS + g
             mbarrier.wait(q_free.index(at), slot_phase)
@@ -234,7 +239,8 @@ def _compute(
     slot = 0
     slot_phase = 0
     for turn in range(turns_of(items)):
-        batch, head, first = _assigned(turn, section, blocks, sequences, heads)
+        batch, head, block = assigned(turn, section, blocks, sequences, heads, True)
+        first = block * ROWS
         all_tiles, _ = _tiles_seen(first, queries, keys, shift, ROWS, CAUSAL)
         first = first + LINES * G
         seen, whole = _tiles_seen(first, queries, keys, shift, LINES, CAUSAL)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_kernel import advance, ex2, load_tile, store_tile, synchronize, turns_of
+from .hopper_kernel import advance, assigned, ex2, load_tile, store_tile, synchronize, turns_of
 from .hopper_query_kernel import (
     COMPUTE_REGISTERS,
     GROUPS,
@@ -32,7 +32,6 @@ from .hopper_query_kernel import (
     LOAD_REGISTERS,
     NUMBERS,
     ROWS,
-    assigned,
     halves,
     numbers_of,
     operand,

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import hopper_backward
-from .hopper_kernel import advance, ex2, item_of_turn, load_tile, store_tile, synchronize, turns_of
+from .hopper_kernel import advance, assigned, ex2, load_tile, store_tile, synchronize, turns_of
 
 GROUPS = gl.constexpr(2)
 """Warpgroups that compute."""
@@ -44,20 +44,6 @@ LOAD_REGISTERS = gl.constexpr(24)
 HIDDEN = gl.constexpr(-1.0e30)
 """A product whose powers are 0, and finite times any row's factor."""
 WHOLE_NUMBERS = ("items", "section", "blocks", "sequences", "heads", "group", "queries", "keys")
-
-
-@gluon.jit
-def assigned(turn, section, blocks, sequences, heads, LAST_FIRST: gl.constexpr):
-    """Batch element, head and number of a program's block; the longest of a section's blocks come first."""
-    item = item_of_turn(turn)
-    start = item // (section * blocks) * section
-    width = gl.minimum(section, sequences - start)
-    place = item - start * blocks
-    sequence = start + place % width
-    block = place // width
-    if LAST_FIRST:
-        block = blocks - 1 - block
-    return sequence // heads, sequence % heads, block
 
 
 @gluon.jit
