@@ -32,7 +32,7 @@ from benchmarks.figure4 import torch_figure4
 from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
 from sharpmax.torch.geometry import ALL, Geometry
-from sharpmax.torch.triton import Tiles, prefill
+from sharpmax.torch.triton import Tiles, gradient, prefill
 from sharpmax.torch.triton.tiles import tiles_for
 
 MAIN = (4, 16, 4096, 128)
@@ -150,10 +150,10 @@ def kernels(x: Inputs) -> dict[str, Forward]:
         "kernel stats and scaled query": lambda: statistics(x, scaled_query=True),
         "kernel stats and scaled query, portable": lambda: statistics(x, scaled_query=True, config=portable),
         "kernel attend": lambda: prefill.attend(q, k, v, beta, x.geometry),
-        "kernel backward of attend": lambda: prefill.backward(q, k, v, beta, x.geometry, **given, need_beta=True),
-        "kernel backward of stats": lambda: prefill.backward(q, k, None, None, x.geometry, row_max=stats[0], **moved),
-        "kernel backward of both": lambda: prefill.backward(q, k, v, beta, x.geometry, **given, **moved, delta=ones),
-        "kernel backward of scaled query": lambda: prefill.backward(
+        "kernel backward of attend": lambda: gradient.backward(q, k, v, beta, x.geometry, **given, need_beta=True),
+        "kernel backward of stats": lambda: gradient.backward(q, k, None, None, x.geometry, row_max=stats[0], **moved),
+        "kernel backward of both": lambda: gradient.backward(q, k, v, beta, x.geometry, **given, **moved, delta=ones),
+        "kernel backward of scaled query": lambda: gradient.backward(
             q,
             k,
             None,
@@ -165,7 +165,7 @@ def kernels(x: Inputs) -> dict[str, Forward]:
             lowered=POLICY,
             grad_scaled=x.do,
         ),
-        "kernel gradient of beta": lambda: prefill.beta_gradient(q, k, v, beta, x.geometry, **given),
+        "kernel gradient of beta": lambda: gradient.beta_gradient(q, k, v, beta, x.geometry, **given),
     }
 
 

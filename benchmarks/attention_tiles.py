@@ -25,7 +25,7 @@ import triton
 from benchmarks.attention import POLICY, deviation_for, made, milliseconds, statistics
 from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
-from sharpmax.torch.triton import Tiles, prefill
+from sharpmax.torch.triton import Tiles, gradient, prefill
 
 
 def candidates(kernel: str, width: int) -> list[Tiles]:
@@ -60,11 +60,11 @@ def sweep_runs(width: int, causal: bool, shape: tuple[int, int, int]) -> dict[st
     return {
         "stats": lambda t: statistics(x, scaled_query=True, config=t),
         "attend": lambda t: prefill.attend(q, k, v, beta, x.geometry, config=t),
-        "beta": lambda t: prefill.beta_gradient(q, k, v, beta, x.geometry, **given, config=t),
-        "query": lambda t: prefill.backward(q, k, v, beta, x.geometry, **both, config=(t, None)),
-        "key": lambda t: prefill.backward(q, k, v, beta, x.geometry, **both, config=(None, t)),
-        "stats query": lambda t: prefill.backward(q, k, None, beta, x.geometry, **scaled, config=(t, None)),
-        "stats key": lambda t: prefill.backward(q, k, None, beta, x.geometry, **scaled, config=(None, t)),
+        "beta": lambda t: gradient.beta_gradient(q, k, v, beta, x.geometry, **given, config=t),
+        "query": lambda t: gradient.backward(q, k, v, beta, x.geometry, **both, config=(t, None)),
+        "key": lambda t: gradient.backward(q, k, v, beta, x.geometry, **both, config=(None, t)),
+        "stats query": lambda t: gradient.backward(q, k, None, beta, x.geometry, **scaled, config=(t, None)),
+        "stats key": lambda t: gradient.backward(q, k, None, beta, x.geometry, **scaled, config=(None, t)),
     }
 
 

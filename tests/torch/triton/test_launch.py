@@ -144,7 +144,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from sharpmax.torch import decode_attention, paged_decode_attention
 from sharpmax.torch.geometry import Geometry
-from sharpmax.torch.triton import decode, launch, prefill
+from sharpmax.torch.triton import decode, launch, gradient, prefill
 
 backend, runs, wrong, kernels = make_backend(GPUTarget("cuda", 90, 32)), 0, [], set()
 
@@ -177,12 +177,12 @@ for _, dtype, geometry, length in itertools.product(range(2), types, geometries,
         for seed in (0, 1, 16, 2**31 - 1):
             out, lse = prefill.attend(q, k, k, beta.double(), geometry, dropout_p=0.1, seed=seed, **masks)
         given = {"out": out, "lse": lse, "grad_out": out.transpose(1, 2).contiguous().transpose(1, 2), "row_max": top}
-        prefill.backward(q, k, k, beta, geometry, **given, need_beta=True, **masks)
-        prefill.backward(q, k, None, None, geometry, row_max=top, grad_sum=beta, **masks)
-        dbeta, _ = prefill.beta_gradient(q, k, k, beta, geometry, **given, **masks)
-        prefill.policy_gradient(policy, total, moment, dbeta)
+        gradient.backward(q, k, k, beta, geometry, **given, need_beta=True, **masks)
+        gradient.backward(q, k, None, None, geometry, row_max=top, grad_sum=beta, **masks)
+        dbeta, _ = gradient.beta_gradient(q, k, k, beta, geometry, **given, **masks)
+        gradient.policy_gradient(policy, total, moment, dbeta)
         whole = {"row_max": top, "row_sum": total, "row_moment": moment, "lowered": policy, "grad_scaled": q}
-        prefill.backward(q, k, None, beta, geometry, **whole, **masks)
+        gradient.backward(q, k, None, beta, geometry, **whole, **masks)
 whole_numbers = sharpmax.EntropyPolynomial((2, 1), threshold=0)
 for _, dtype, lengths, width, window in itertools.product(
     range(2), types, (None, torch.int32, torch.int64), (32, 64), (None, 16)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from sharpmax.core.stats import RowStats
 from sharpmax.torch.geometry import Geometry
-from sharpmax.torch.triton import Tiles, prefill
+from sharpmax.torch.triton import Tiles, gradient, prefill
 
 DEVICE = pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(16, 16, 4, 1)
@@ -35,7 +35,7 @@ def test_entropy_and_its_gradient_do_not_feel_an_offset(offset: float, device: s
     top, total, moment = found[:3]
     torch.testing.assert_close(stats.entropy.double()[0, 0, 0], entropy, rtol=3e-6, atol=0.0)
     torch.testing.assert_close(stats.lse.double()[0, 0, 0], exact.logsumexp(0), rtol=5e-7, atol=1e-6)
-    gradients = prefill.backward(
+    gradients = gradient.backward(
         q, k, None, None, geometry, row_max=top, grad_sum=1 / total + moment / total**2, grad_moment=-1 / total,
         config=(SMALL, SMALL),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from triton.runtime import _allocation
 from sharpmax.core.policies.base import Lowered
 from sharpmax.core.stats import RowStats
 from sharpmax.torch.geometry import Geometry
-from sharpmax.torch.triton import Tiles, prefill
+from sharpmax.torch.triton import Tiles, gradient, prefill
 from sharpmax.torch.triton import launch as launch_module
 from sharpmax.torch.triton import tiles as tiles_module
 from sharpmax.torch.triton.blocks import kept
@@ -158,24 +158,26 @@ def test_forward_and_backward(case: Case, dtype: torch.dtype, device: str) -> No
     stats64 = torch.autograd.grad((expected.sum, expected.moment), (q, k), cotangents, retain_graph=True)
     attend64 = torch.autograd.grad(out64, (q, k, v, beta64), given.do.double())
     both64 = (attend64[0] + stats64[0], attend64[1] + stats64[1], *attend64[2:])
-    found = prefill.backward(
+    found = gradient.backward(
         given.q, given.k, given.v, rows, geometry, **of_attention, **of_stats, **same, need_beta=True
     )
     assert_all_close(found, both64, tolerance, "of both")
     if given.q.is_cuda and case.name not in IN_PARTS:
         return
 
-    found = prefill.backward(given.q, given.k, given.v, rows, geometry, **of_attention, **same, need_beta=True)
+    found = gradient.backward(given.q, given.k, given.v, rows, geometry, **of_attention, **same, need_beta=True)
     assert_all_close(found, attend64, tolerance, "of attention")
-    found = prefill.backward(given.q, given.k, None, None, geometry, **of_stats, **same)
+    found = gradient.backward(given.q, given.k, None, None, geometry, **of_stats, **same)
     assert found[2:] == (None, None)
     assert_all_close(found[:2], stats64, tolerance, "of statistics")
-    alone, delta = prefill.beta_gradient(
+    alone, delta = gradient.beta_gradient(
         given.q, given.k, given.v, rows, geometry, **of_attention, row_max=got[0], config=tile, **options
     )
     assert_close(alone, attend64[3], tolerance, "dbeta alone")
     assert_close(delta, (given.do.double() * out64).sum(-1), tolerance, "delta")
-    found = prefill.backward(given.q, given.k, given.v, rows, geometry, **of_attention, **of_stats, **same, delta=delta)
+    found = gradient.backward(
+        given.q, given.k, given.v, rows, geometry, **of_attention, **of_stats, **same, delta=delta
+    )
     assert_all_close(found[:3], both64, tolerance, "of both, after dbeta")
 
 
@@ -202,7 +204,7 @@ def test_dropout_is_the_same_forward_and_backward(device: str) -> None:
     out, lse = prefill.attend(given.q, given.k, given.v, beta, geometry, config=SMALL, **dropped)
     assert_close(out, out64, 2e-5, "out")
     expected = torch.autograd.grad(out64, (q, k, v), given.do.double())
-    found = prefill.backward(
+    found = gradient.backward(
         given.q, given.k, given.v, beta, geometry, out=out, lse=lse, grad_out=given.do, config=(SMALL, SMALL), **dropped
     )
     for name, a, b in zip(("dq", "dk", "dv"), found[:3], expected, strict=True):
@@ -238,7 +240,7 @@ def test_dropout_of_everything(device: str) -> None:
     beta, dropped = torch.ones(given.q.shape[:-1], device=device), {"dropout_p": 1.0, "seed": 7}
     out, lse = prefill.attend(given.q, given.k, given.v, beta, given.case.geometry, config=SMALL, **dropped)
     assert (out == 0).all()
-    gradients = prefill.backward(
+    gradients = gradient.backward(
         given.q, given.k, given.v, beta, given.case.geometry, out=out, lse=lse, grad_out=given.do,
         config=(SMALL, SMALL), **dropped,
     )  # fmt: skip
@@ -268,7 +270,7 @@ def test_adversarial_logits(adversary: str, device: str) -> None:
     assert_stats_close(got, expected, tolerance)
     out, lse = prefill.attend(given.q, given.k, given.v, beta, given.case.geometry, config=SMALL, **given.options)
     assert_close(out, attention(z, seen, given.v.double(), beta.double())[0], tolerance, "out")
-    gradients = prefill.backward(
+    gradients = gradient.backward(
         given.q, given.k, given.v, beta, given.case.geometry, out=out, lse=lse, grad_out=given.do, row_max=got[0],
         grad_sum=given.d_sum, grad_moment=given.d_moment, need_beta=True, config=(SMALL, SMALL), **given.options,
     )  # fmt: skip
@@ -297,7 +299,7 @@ def test_gradient_of_a_policy(device: str) -> None:
         beta = lowered(RowStats(got[0], total, moment, None, got[4])) + 0 * (total + moment)
         expected = list(torch.autograd.grad(beta, (total, moment), given.d_sum.double()))
         expected[1][0, 0, 3] = 0.0
-        found = prefill.policy_gradient(lowered, got[1], got[2], given.d_sum)
+        found = gradient.policy_gradient(lowered, got[1], got[2], given.d_sum)
         for name, a, b in zip(("sum", "moment"), found, expected, strict=True):
             assert_close(a, b, 1e-5, name)
 
@@ -311,12 +313,12 @@ def test_gradient_of_the_scaled_query_is_that_of_its_steps(device: str) -> None:
             given.q, given.k, given.case.geometry, lowered, config=SMALL, **given.options
         )
         dbeta = (given.do.double() * given.q.double()).sum(-1).float()
-        grad_sum, grad_moment = prefill.policy_gradient(lowered, stats[1], stats[2], dbeta)
+        grad_sum, grad_moment = gradient.policy_gradient(lowered, stats[1], stats[2], dbeta)
         both = {"row_max": stats[0], "config": (SMALL, SMALL), **given.options}
-        dq, dk, _, _ = prefill.backward(
+        dq, dk, _, _ = gradient.backward(
             given.q, given.k, None, None, given.case.geometry, grad_sum=grad_sum, grad_moment=grad_moment, **both
         )
-        found = prefill.backward(
+        found = gradient.backward(
             given.q, given.k, None, beta, given.case.geometry, grad_scaled=given.do, lowered=lowered, row_sum=stats[1],
             row_moment=stats[2], **both,
         )  # fmt: skip
@@ -346,7 +348,7 @@ def test_empty(sizes: tuple[int, int, int, int], device: str) -> None:
     beta = torch.ones_like(got[1])
     out, lse = prefill.attend(q, k, k, beta, Geometry(0.25))
     assert (out == 0).all()
-    gradients = prefill.backward(
+    gradients = gradient.backward(
         q, k, k, beta, Geometry(0.25), out=out, lse=lse, grad_out=torch.ones_like(out), row_max=got[0], need_beta=True
     )
     assert all(g is not None and (g == 0).all() for g in gradients)
@@ -385,11 +387,11 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="do not fit together"):
         prefill.row_stats(q, torch.randn(1, 3, 5, 16), geometry)
     with pytest.raises(ValueError, match="needs row_max"):
-        prefill.backward(q, q, q, beta, geometry, grad_sum=beta, grad_moment=beta)
+        gradient.backward(q, q, q, beta, geometry, grad_sum=beta, grad_moment=beta)
     with pytest.raises(ValueError, match="without grad_out"):
-        prefill.backward(q, q, None, None, geometry, row_max=beta, grad_sum=beta, grad_scaled=q, lowered=POLICY)
+        gradient.backward(q, q, None, None, geometry, row_max=beta, grad_sum=beta, grad_scaled=q, lowered=POLICY)
     with pytest.raises(ValueError, match="needs the policy"):
-        prefill.backward(q, q, None, beta, geometry, row_max=beta, row_sum=beta, row_moment=beta, grad_scaled=q)
+        gradient.backward(q, q, None, beta, geometry, row_max=beta, row_sum=beta, row_moment=beta, grad_scaled=q)
     with pytest.raises(ValueError, match="up to 8 coefficients"):
         prefill.row_stats_and_scaled_query(q, q, geometry, Lowered("entropy", (1.0,) * 9))
     with pytest.raises(ValueError, match="both cu_q and cu_k"):

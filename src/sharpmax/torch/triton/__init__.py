@@ -4,15 +4,9 @@ from ...extras import require
 
 require("triton", "triton", "sharpmax.torch.triton")
 
+from .gradient import backward, beta_gradient, policy_gradient  # noqa: E402
 from .hopper_backward import sharpened_backward  # noqa: E402
-from .prefill import (  # noqa: E402
-    attend,
-    backward,
-    beta_gradient,
-    policy_gradient,
-    row_stats,
-    row_stats_and_scaled_query,
-)
+from .prefill import attend, row_stats, row_stats_and_scaled_query  # noqa: E402
 from .tiles import Tiles  # noqa: E402
 
 __all__ = [

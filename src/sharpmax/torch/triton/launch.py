@@ -273,6 +273,17 @@ def _expanded_strides(x: Form, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) * missing + tuple(own)
 
 
+def value_numbers(v: Form, dropout_p: float) -> dict[str, Any]:
+    """The numbers that kernels with values take."""
+    return {
+        **strides("v", v, "bhld"),
+        "dropout_p": dropout_p,
+        "DV": v.shape[-1],
+        "BLOCK_DV": padded(v.shape[-1]),
+        "DROPOUT": dropout_p > 0,
+    }
+
+
 def has_edges(shared: dict[str, Any]) -> bool:
     """Whether some blocks hold logits that do not count, whatever their size."""
     return bool(shared["PACKED"] or shared["LENGTHS"] or shared["LEFT"] or shared["RIGHT"] or shared["MASK"])
