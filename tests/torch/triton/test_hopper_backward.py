@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,21 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention as stock
 
 pytest.importorskip("triton")
 
-import sharpmax
 from sharpmax.core.policies.base import Lowered
-from sharpmax.torch import attention as module
 from sharpmax.torch import choice, fused, scaled_dot_product_attention
-from sharpmax.torch.checks import checked
 from sharpmax.torch.geometry import ALL, Geometry
 from sharpmax.torch.triton import hopper, hopper_backward
-from sharpmax.torch.triton.launch import form_of
 from tests.torch.triton.compiled import printed
-from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits, stats
+from tests.torch.triton.gradient_cases import CAUSAL, FULL, NARROW, WIDE, Gradients, errors, exact, in_one_piece, leaves
+from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits
 
-CAUSAL = Geometry(0.1, right=0)
-FULL = Geometry(0.1)
-WIDE: dict[str, Any] = {"width": 128, "value_width": 128}
-NARROW: dict[str, Any] = {"width": 64, "value_width": 64}
 CASES = (
     Case("whole tiles", batch=2, heads=4, key_heads=4, queries=512, keys=512, geometry=FULL, **WIDE),
     Case("ragged", heads=3, key_heads=3, queries=300, keys=457, geometry=FULL, **WIDE),
@@ -49,24 +41,12 @@ CASES = (
 )
 PLAIN = CASES[2]
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-Gradients = tuple[Tensor, ...]
 
 
 @pytest.fixture(autouse=True)
 def device_there(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not ON_HOPPER:
         pytest.skip("needs a Hopper GPU")
-
-
-def leaves(*tensors: Tensor) -> list[Tensor]:
-    return [x.detach().requires_grad_() for x in tensors]
-
-
-def in_one_piece(given: Inputs, policy: Lowered = POLICY) -> tuple[Gradients, Tensor]:
-    """The gradients, and ``beta * q``."""
-    q, k, v = leaves(given.q, given.k, given.v)
-    found = fused.sharpened_attention(q, k, v, given.case.geometry.numbers, fused.policy_numbers(policy))
-    return torch.autograd.grad(found[0], (q, k, v), given.do), found[2]
 
 
 def in_two_pieces(given: Inputs) -> Gradients:
@@ -80,17 +60,6 @@ def cudnn(given: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     geometry = given.case.geometry
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return stock(q, k, v, is_causal=geometry.banded, scale=geometry.scale, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def exact(given: Inputs, policy: Lowered = POLICY) -> Gradients:
-    q, k, v = leaves(*(x.double() for x in (given.q, given.k, given.v)))
-    z, seen = logits(given, q, k)
-    beta: Any = policy(stats(z, seen))
-    return torch.autograd.grad(attention(z, seen, v, beta)[0], (q, k, v), given.do.double())
-
-
-def errors(found: Gradients, expected: Gradients) -> list[float]:
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
 
 
 def peer_errors(given: Inputs, scaled: Tensor) -> list[float]:
@@ -251,157 +220,6 @@ def test_in_a_cuda_graph() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, in_one_piece(given)[0], strict=True))
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Without such a GPU: the numbers of rows from Triton's interpreter, and the two other kernels as plain products.
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    z = geometry.scale * q.float() @ k.float().mT.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    z = z.masked_fill(hidden(z, geometry), -torch.inf)
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return (z.softmax(-1) @ v.float()).to(q.dtype), z.logsumexp(-1)
-
-
-def hidden(z: Tensor, geometry: Geometry) -> Tensor:
-    return torch.ones_like(z, dtype=torch.bool).triu(1) if geometry.banded else torch.zeros_like(z, dtype=torch.bool)
-
-
-def plain_backward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, lowered: Lowered, **given: Any) -> Gradients:
-    """What the kernels compute, in their letters."""
-    batch, heads, queries, _ = q.shape
-    lines, places = hopper_backward.LINES, torch.arange(hopper_backward.LINES)
-    places = places // 16 * 16 + places // 2 % 4 * 4 + places // 8 % 2 * 2 + places % 2
-    tensors = hopper_backward._tensors(q, k, v, **given)
-    tensors["numbers"].fill_(torch.nan)
-    forms = (form_of(tensors[name]) for name in ("q", "k", "out", "d_out"))
-    hopper_backward._launches(*forms, geometry, lowered)[0](tensors, q)
-    numbers, unit = tensors["numbers"], geometry.scale * math.log2(math.e)
-    assert numbers.shape == (batch * heads, -(-queries // lines), hopper_backward.NUMBERS, lines)
-    numbers = numbers[..., places].transpose(1, 2).reshape(batch, heads, hopper_backward.NUMBERS, -1)
-    assert not numbers[:, :, :7].isnan().any()
-    assert (numbers[:, :, 0, queries:] < -1e29).all()  # rows that are not there
-    lse, delta, factor, shift, _, entropy, slope = (n[..., None] for n in numbers[..., :queries].unbind(2)[:7])
-    group = heads // k.shape[1]
-    scaled, do, keys, values = (
-        x.float() for x in (given["scaled"], given["grad_out"], *(x.repeat_interleave(group, 1) for x in (k, v)))
-    )
-    product = scaled @ keys.mT
-    product = product.masked_fill(hidden(product, geometry), -1e30)
-    x = product * factor + shift
-    w, b = torch.exp2(product * unit + lse), torch.exp2(x - entropy) * x
-    a = w * (do @ values.mT + delta)
-    g = slope * (a @ keys * scaled).sum(-1, keepdim=True)
-    dq = geometry.scale * unit / factor * (a @ keys + g * (b @ keys))
-    dk = geometry.scale * (a + g * torch.exp2(-entropy) * torch.exp2(x) * x).mT @ scaled
-    found = (dq, *(y.unflatten(1, (-1, group)).sum(2) for y in (dk, w.mT @ do)))
-    return tuple(y.to(q.dtype) for y in found)
-
-
-@pytest.fixture
-def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the kernels themselves run here, or cannot be interpreted")
-    monkeypatch.setattr(fused, "cudnn_attention", plain_attention)
-    monkeypatch.setattr(fused.kernels(), "sharpened_backward", plain_backward)
-    monkeypatch.setattr(choice, "triton_refusal", lambda *_: "")
-    monkeypatch.setattr(choice, "hopper_processors", lambda _: 1)
-    monkeypatch.setattr(choice, "cudnn_enabled", lambda: True)
-
-
-SMALL = Case("small", batch=2, heads=4, key_heads=2, queries=130, keys=130, geometry=CAUSAL, **NARROW)
-
-
-@pytest.mark.usefixtures("on_any_device")
-@pytest.mark.parametrize("offset", [None, 60.0])
-@pytest.mark.parametrize("case", [SMALL, replace(SMALL, geometry=FULL, keys=77)], ids=["causal", "full"])
-def test_the_formulas_are_those_of_the_gradient(case: Case, offset: float | None) -> None:
-    given = inputs(case, torch.float16, "cpu")
-    if offset is not None:
-        given.q[..., 0], given.k[..., 0] = 1.1, offset / 0.11
-    expected = exact(given)
-    for name, error in zip(("dq", "dk", "dv"), errors(in_one_piece(given)[0], expected), strict=True):
-        assert error < (4e-3 if offset is None else 4e-2), name
-
-
-@pytest.mark.usefixtures("on_any_device")
-def test_the_operators_elsewhere() -> None:
-    given = inputs(replace(SMALL, heads=1, key_heads=1, queries=20, keys=20), torch.float16, "cpu")
-    q, k, v = leaves(given.q, given.k, given.v)
-    rest = (CAUSAL.numbers, fused.policy_numbers(POLICY))
-    torch.library.opcheck(fused.sharpened_attention.opaque, (q, k, v, *rest))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return fused.sharpened_attention(q, k, v, *rest)[0]
-
-    found = torch.func.vmap(attend)(*(x[:, None] for x in (q, k, v)))[:, 0]
-    torch.testing.assert_close(found, attend(q, k, v))
-    ours, theirs = (torch.autograd.grad(x, q, given.do)[0] for x in (found, attend(q, k, v)))
-    torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.usefixtures("on_any_device")
-def test_attention_compiles_with_it_inside() -> None:
-    q, k, v = leaves(*(torch.randn(2, 2, 140, 64).half() for _ in range(3)))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(2.0 * q, k, v, is_causal=True, impl="stock")
-
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, fullgraph=True, backend=counter)
-    found, expected = (torch.autograd.grad(f(q, k, v).float().square().sum(), (q, k, v)) for f in (compiled, attend))
-    assert any("sharpened_attention" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
-    assert max(errors(found, expected)) < 1e-3
-
-
-TAKEN: dict[str, Any] = {"policy": sharpmax.PAPER, "is_causal": True}
-NOT_TAKEN: dict[str, dict[str, Any]] = {
-    "a mask": {"attn_mask": torch.ones(256, 256, dtype=torch.bool), "is_causal": False},
-    "key lengths": {"key_lengths": torch.full((4,), 200), "is_causal": False},
-    "values of another width": {"columns": 32},
-    "float32": {"dtype": torch.float32},
-    "heads of another width": {"width": 96, "columns": 96},
-    "few rows": {"batch": 1},
-    "no gradient": {"gradient": False},
-    "rows apart": {"apart": True},
-}
-
-
-@pytest.mark.parametrize("what", [None, *NOT_TAKEN])
-def test_which_calls_it_is_for(what: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "hopper_processors", lambda _: 32)
-    monkeypatch.setattr(choice, "cudnn_enabled", lambda: True)
-    options = {
-        **TAKEN,
-        "batch": 4,
-        "width": 64,
-        "columns": 64,
-        "dtype": torch.float16,
-        "gradient": True,
-        "apart": False,
-    }
-    options |= {} if what is None else NOT_TAKEN[what]
-    shapes = [(options["batch"], 8, 256, n) for n in (options["width"], options["width"], options["columns"])]
-    q, k, v = (torch.zeros(shape, dtype=options["dtype"]) for shape in shapes)
-    if options["apart"]:
-        k = torch.zeros((*k.shape, 2), dtype=k.dtype)[..., 0]
-    q.requires_grad_(options["gradient"])
-    given = checked(
-        q, k, v, options.get("attn_mask"), options.get("key_lengths"), is_causal=options["is_causal"], scale=None,
-        window=None, softcap=None, enable_gqa=False,
-    )  # fmt: skip
-    assert module._gradient_in_one_piece(given, POLICY) is (what is None)
-
-
-def test_other_devices_and_versions_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choice.hopper_processors(torch.device("cpu")) == 0
-    x = torch.zeros(4, 8, 256, 64, dtype=torch.float16)
-    assert not choice.sharpened_attention_pays(x, x, x, CAUSAL, POLICY)
-    monkeypatch.setattr(choice, "compute_capability", lambda _: 9)
-    assert choice.hopper_processors(torch.device("cpu")) == 0
-
-
 REFUSED: list[tuple[str, Geometry, tuple[int, ...], tuple[int, ...]]] = [
     ("calls without a softcap and with a positive scale", Geometry(0.1, softcap=3.0), (20, 64), (20, 64)),
     ("calls without a softcap and with a positive scale", Geometry(-0.1), (20, 64), (20, 64)),
@@ -430,7 +248,7 @@ def test_what_it_does_not_serve_it_refuses(
         assert hopper_backward.refusal(q, k, k[..., :16], geometry, POLICY) == "values as wide as queries"
         assert "copy engine" in hopper_backward.refusal(q, apart, k, geometry, POLICY)
         assert "copy engine" in hopper_backward.refusal(q, k[:, :, :1].expand_as(k), k, geometry, POLICY)
-        assert "positive" in hopper_backward.refusal(q, k, k, geometry, POLICY._replace(floor=0.0))
+        assert "at least" in hopper_backward.refusal(q, k, k, geometry, POLICY._replace(floor=0.0))
 
 
 def test_backward_it_takes_keys_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,7 +264,7 @@ def test_backward_it_takes_keys_wherever_they_lie(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(placed[0]["k"], k)
     assert placed[0]["k"].is_contiguous()
     unbounded = POLICY._replace(floor=0.0)
-    with pytest.raises(ValueError, match="policies whose beta is positive"):
+    with pytest.raises(ValueError, match="policies whose beta is at least"):
         hopper_backward.sharpened_backward(q, k, k, CAUSAL, unbounded, scaled=q, out=q, grad_out=q, **rows)
 
 

@@ -36,6 +36,8 @@ HALVES = {64: False, 128: True}
 """Whether the kernel of the queries takes tiles half by half, by the head size; as measured better on an H200."""
 SECTION = 64 << 20
 """Bytes of what is streamed that programs work on at the same time; with causality alone."""
+LEAST_BETA = 1e-3
+"""Kernels divide by beta, of numbers that are rounded."""
 SAMPLE = 256
 """Keys that stand for all of a head's where only their mean is asked for."""
 
@@ -61,7 +63,7 @@ def _unserved(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, lowered: Lowe
         return "tensors that are not empty"
     if k.shape[2] == 1:
         return "more than one key, as cuDNN does"
-    return "" if lowered.floor > 0 else "policies whose beta is positive"
+    return "" if lowered.floor >= LEAST_BETA else f"policies whose beta is at least {LEAST_BETA}"
 
 
 def _regular(x: Tensor) -> bool:
