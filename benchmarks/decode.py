@@ -254,6 +254,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_cuda.json")
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="other numbers of splits to measure as well")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.decode needs a GPU")
     full = QUICK if arguments.quick else tuple((b, n) for b in BATCHES for n in LENGTHS)
     cases = [(b, n, "all") for b, n in full]
     cases += [

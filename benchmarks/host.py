@@ -100,6 +100,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "host_cuda.json")
     parser.add_argument("--profile", type=Path, help="a folder for what Python's profiler saw")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.host needs a GPU")
     calls = cases()
     for call in calls.values():
         for _ in range(10):
