@@ -5,7 +5,7 @@
 Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured. ``impl="stock"``: a kernel gives statistics,
 beta and ``beta * q``, and stock attention (cuDNN) does the rest. ``impl="triton"``: a kernel gives the statistics and
 beta, and another one attends with beta on the logits in float32. "detached" is the same policy without its gradient.
-Our kernels are timed alone too, in CUDA graphs. Inputs are scaled so that the paper's policy acts; the share of rows
+Our kernels are timed alone too. Inputs are scaled so that the paper's policy acts; the share of rows
 with beta above 1.3 is recorded with each result. With --model, inputs are what layers of that model attend with, over
 8,192 tokens of this package's source.
 """
@@ -206,11 +206,9 @@ def few(x: Inputs, backward: bool) -> dict[str, Forward]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def milliseconds(function: Forward, quick: bool, graph: bool = False) -> float:
-    """The median time; in a CUDA graph, that of the device alone."""
+def milliseconds(function: Forward, quick: bool) -> float:
+    """The median time."""
     warmup, repeat = (10, 50) if quick else (25, 200)
-    if graph:
-        return float(triton.testing.do_bench_cudagraph(function, rep=repeat, return_mode="median"))  # pyright: ignore
     return float(triton.testing.do_bench(function, warmup=warmup, rep=repeat, return_mode="median"))  # pyright: ignore
 
 
@@ -225,7 +223,7 @@ def measured(name: str, function: Forward, quick: bool) -> dict[str, Any]:
         peak, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
         del result
         return {
-            "ms": round(milliseconds(function, quick, graph=name.startswith("kernel ")), 4),
+            "ms": round(milliseconds(function, quick), 4),
             "peak_mb": round(peak / 2**20, 1),
             "returned_mb": round(kept / 2**20, 1),
         }
