@@ -31,9 +31,7 @@ def plan_functions() -> types.SimpleNamespace:
     pytest.importorskip("triton.experimental.gluon")
     from sharpmax.torch.triton import decode_plan
 
-    def load(pointer: Pointer, mask: Tensor | None) -> Tensor:
-        if mask is None:
-            return pointer.values[pointer.at]
+    def load(pointer: Pointer, mask: Tensor) -> Tensor:
         there = torch.where(mask, pointer.at, 0)
         return torch.where(mask, pointer.values[there], torch.full_like(there, 12345678))  # anything may be there
 
@@ -60,7 +58,7 @@ def plan_functions() -> types.SimpleNamespace:
     )
     names: dict[str, Any] = {"gl": language, "__builtins__": builtins, "_uniform": lambda x: x}
     for name in (
-        "_length",
+        "_valid",
         "_sight",
         "_pieces",
         "_sum",
@@ -111,12 +109,12 @@ def check_plan(
         assert count <= min(programs, most_splits)
         for head in range(heads):
             pair = torch.tensor(b * heads + head, dtype=torch.int32)
-            start, found = (int(n) for n in functions.splits_of(pair, plan, sizes, given, queries, keys))
+            start, found = (int(n) for n in functions.splits_of(pair, plan, sizes, queries, keys))
             assert found == count
             at = oldest[b] // keys * keys
             for split in range(count):
                 item = torch.tensor(start + split, dtype=torch.int32)
-                place = functions.place_of(item, plan, sizes, given, queries, keys)
+                place = functions.place_of(item, plan, sizes, queries, keys)
                 assert [int(n) for n in place] == [b, head, valid[b], split, count]
                 _, first, last = (int(n) for n in functions.span_of(*place[2:], sizes, queries, keys))
                 assert first == at

@@ -40,6 +40,9 @@ WHOLE_NUMBERS = (
     "groups", "heads", "capacity", "left", "share", "limit", "overhead",
 )  # fmt: skip
 
+SLICE = gl.constexpr(32)
+"""Rows of a tile of values that are cleared at a time: all of them at once take more registers than there are."""
+
 
 @gluon.jit
 def _count(first, last, KEYS: gl.constexpr):
@@ -59,7 +62,7 @@ def _row_span(row, length, left, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(cursor, ring, plan, sizes, lengths, STAGES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+def _prefetch(cursor, ring, plan, sizes, STAGES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     """Send for the next tile of the program, if there is one: keys of a split, then values of the split before it."""
     step, at, blocks, batch, head, first, count, v_batch, v_head, v_first, v_count, stage = cursor
     k_desc, v_desc, tiles, full, turns = ring
@@ -70,9 +73,7 @@ def _prefetch(cursor, ring, plan, sizes, lengths, STAGES: gl.constexpr, QUERIES:
             v_batch, v_head, v_first, v_count = batch, head, first, count
             count = 0
             if step < 2 * turns:
-                batch, head, length, split, splits = place_of(
-                    item_of_turn(step // 2), plan, sizes, lengths, QUERIES, KEYS
-                )
+                batch, head, length, split, splits = place_of(item_of_turn(step // 2), plan, sizes, QUERIES, KEYS)
                 _, first, last = span_of(length, split, splits, sizes, QUERIES, KEYS)
                 count = _count(first, last, KEYS)
         blocks = gl.where(step % 2 == 0, count, v_count)
@@ -131,7 +132,7 @@ def _queries(
 
 @gluon.jit
 def _pass_keys(
-    ring, cursor, stage, phase, q_tile, kept, slot, plan, sizes, lengths, length, first, last, scale, softcap,
+    ring, cursor, stage, phase, q_tile, kept, slot, plan, sizes, length, first, last, scale, softcap,
     layout: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """Keep the logits of the keys of a split, from ``slot`` on; statistics of each row, and where the ring stands."""
@@ -149,7 +150,7 @@ def _pass_keys(
         z = warpgroup_mma(tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(0, deps=(z,))
         synchronize()
-        cursor = _prefetch(cursor, ring, plan, sizes, lengths, STAGES, QUERIES, KEYS)
+        cursor = _prefetch(cursor, ring, plan, sizes, STAGES, QUERIES, KEYS)
         stage, phase = advance(stage, phase, STAGES)
         z = z * scale
         if CAPPED:
@@ -170,7 +171,7 @@ def _pass_keys(
 
 @gluon.jit
 def _pass_values(
-    ring, cursor, stage, phase, w_tile, kept, slot, plan, sizes, lengths, oldest, first, last, top, beta,
+    ring, cursor, stage, phase, w_tile, kept, slot, plan, sizes, oldest, first, last, top, beta,
     layout: gl.constexpr, wide: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The sum of the values of a split with their weights, that of the weights, and where the ring stands."""
@@ -193,15 +194,17 @@ def _pass_values(
         mbarrier.wait(full.index(stage), phase)
         tile = tiles.index(stage)
         if (start < oldest) | (start + KEYS > last):  # what lies outside may be anything, even NaN
-            n = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, wide))
-            valid = gl.expand_dims((n >= oldest) & (n < last), 1)
-            tile.store(gl.where(valid, tile.load(wide), 0.0).to(dtype))
+            for line in gl.static_range(0, KEYS, SLICE):
+                n = start + line + gl.arange(0, SLICE, layout=gl.SliceLayout(1, wide))
+                valid = gl.expand_dims((n >= oldest) & (n < last), 1)
+                lines = tile.slice(line, SLICE)
+                lines.store(gl.where(valid, lines.load(wide), 0.0).to(dtype))
         fence_async_shared()
         synchronize()
         out = warpgroup_mma(tile.permute([1, 0]), w_tile.permute([1, 0]), out, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
         synchronize()
-        cursor = _prefetch(cursor, ring, plan, sizes, lengths, STAGES, QUERIES, KEYS)
+        cursor = _prefetch(cursor, ring, plan, sizes, STAGES, QUERIES, KEYS)
         stage, phase = advance(stage, phase, STAGES)
     return out, gl.sum(weight, 0), cursor, stage, phase
 
@@ -275,10 +278,10 @@ def hopper_decode_kernel(
     ring = (k_desc, v_desc, tiles, full, turns)
     cursor = (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     for _ in range(STAGES):
-        cursor = _prefetch(cursor, ring, plan, sizes, lengths, STAGES, QUERIES, KEYS)
+        cursor = _prefetch(cursor, ring, plan, sizes, STAGES, QUERIES, KEYS)
     row = gl.arange(0, COLUMNS, layout=row_layout)
     next_batch, next_head, next_length, next_split, next_splits = place_of(
-        item_of_turn(0), plan, sizes, lengths, QUERIES, KEYS
+        item_of_turn(0), plan, sizes, QUERIES, KEYS
     )  # fmt: skip
     q = _queries(query, strides, next_batch, next_head, item_of_turn(0) < items, ROWS, QUERIES, COLUMNS, D, wide)
     stage = 0
@@ -299,12 +302,12 @@ def hopper_decode_kernel(
             if done_splits > 1:  # the part of the output that was written last
                 gl.atomic_add(counters + groups + done_pair, 1, sem="release")
             next_batch, next_head, next_length, next_split, next_splits = place_of(
-                item_of_turn(turn + 1), plan, sizes, lengths, QUERIES, KEYS
+                item_of_turn(turn + 1), plan, sizes, QUERIES, KEYS
             )  # fmt: skip
             there = item_of_turn(turn + 1) < items
             q = _queries(query, strides, next_batch, next_head, there, ROWS, QUERIES, COLUMNS, D, wide)
             top, total, moment, cursor, stage, phase = _pass_keys(
-                ring, cursor, stage, phase, q_tile, kept, turn % 2 * TILES, plan, sizes, lengths, length, first, last,
+                ring, cursor, stage, phase, q_tile, kept, turn % 2 * TILES, plan, sizes, length, first, last,
                 scale, softcap, layout, QUERIES, KEYS, STAGES, CAPPED,
             )  # fmt: skip
             part = parts + item.to(gl.int64) * ROWS + row
@@ -336,7 +339,7 @@ def hopper_decode_kernel(
             gl.store(betas + at, beta, mask=writes)
             oldest, first, last = span_of(v_length, v_split, v_splits, sizes, QUERIES, KEYS)
             out, weight, cursor, stage, phase = _pass_values(
-                ring, cursor, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, plan, sizes, lengths, oldest, first,
+                ring, cursor, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, plan, sizes, oldest, first,
                 last, top, beta, layout, wide, QUERIES, KEYS, STAGES,
             )  # fmt: skip
             column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(1, layout)), 1)
@@ -356,7 +359,7 @@ def hopper_decode_kernel(
             gl.atomic_add(counters + groups + v_pair, 1, sem="release")
         for task in range(gl.program_id(0), groups * (COLUMNS // LINES), gl.num_programs(0)):
             pair = task // (COLUMNS // LINES)
-            first, splits = splits_of(pair, plan, sizes, lengths, QUERIES, KEYS)
+            first, splits = splits_of(pair, plan, sizes, QUERIES, KEYS)
             if splits > 1:
                 _await(counters + groups + pair, splits)
                 line = task % (COLUMNS // LINES) * LINES

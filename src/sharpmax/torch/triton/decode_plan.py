@@ -12,12 +12,12 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def _length(lengths, batch, capacity, mask=None):
-    """How many keys of a batch element are valid."""
-    length = capacity
+def _valid(lengths, batch, there, capacity):
+    """How many keys of batch elements are valid, none where they are not there."""
+    valid = gl.where(there, capacity, 0)
     if lengths is not None:
-        length = gl.minimum(gl.maximum(gl.load(lengths + batch, mask=mask), 0), capacity)
-    return length
+        valid = gl.minimum(gl.maximum(gl.load(lengths + batch, mask=there), 0), valid)
+    return valid
 
 
 @gluon.jit
@@ -68,7 +68,7 @@ def planned(
     lengths, share, sizes, limit, programs, overhead,
     BATCH: gl.constexpr, TILES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """How many splits there are, the most tiles of one, and batch elements with the first split of each.
+    """How many splits there are, the most tiles of one, and batch elements with the valid keys and first split of each.
 
     Of elements of the same length, ``BATCH`` of 1 stands for all. Splits are at most ``limit``; a head has at most one
     for each program. Splits of more tiles come first, so that those of a turn are about equal. ``TILES`` is one less
@@ -82,9 +82,9 @@ def planned(
     else:
         layout: gl.constexpr = gl.BlockedLayout([BATCH // 32, (TILES + 1) // W], [32, 1], [1, W], [0, 1])
     batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, layout))
-    there = batch < groups // heads
-    _, tiles = _sight(_length(lengths, batch, capacity, there), left, QUERIES, KEYS)
-    tiles = gl.where(there, tiles, 0)
+    there = batch * heads < groups
+    valid = _valid(lengths, batch, there, capacity)
+    _, tiles = _sight(valid, left, QUERIES, KEYS)
     alike = groups if BATCH == 1 else heads
     if share == 0:
         share = _uniform(_suitable_share(tiles, there, alike, limit, programs, overhead, layout, TILES))
@@ -98,29 +98,30 @@ def planned(
         equal = gl.where(size == level, gl.expand_dims(counts, 1), 0)
         before = gl.associative_scan(equal, 0, _sum) - equal + gl.expand_dims(larger, 0)
         firsts = gl.where(there, gl.sum(gl.where(size == level, before, 0), 1), 0x7FFFFFFF)
-    return _uniform(gl.sum(counts, 0)), share, batch, firsts
+    return _uniform(gl.sum(counts, 0)), share, batch, valid, firsts
 
 
 @gluon.jit
-def place_of(item, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+def place_of(item, plan, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     """Batch element and head of a split, how many keys are valid, its number within the head and how many it has."""
-    _, heads, capacity, left = sizes
-    _, share, each, firsts = plan
+    _, heads, _, left = sizes
+    _, share, each, valid, firsts = plan
     first = gl.max(gl.where(firsts <= item, firsts, 0), 0)
     batch = gl.max(gl.where(firsts == first, each, 0), 0)
-    length = _length(lengths, batch, capacity)
+    length = gl.max(gl.where(firsts == first, valid, 0), 0)
     splits = _pieces(_sight(length, left, QUERIES, KEYS)[1], share)
     pair = batch * heads + (item - first) // splits
     return pair // heads, pair % heads, length, (item - first) % splits, splits
 
 
 @gluon.jit
-def splits_of(pair, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+def splits_of(pair, plan, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     """The first split of a head, and how many there are."""
-    _, heads, capacity, left = sizes
-    _, share, each, firsts = plan
+    _, heads, _, left = sizes
+    _, share, each, valid, firsts = plan
     batch = gl.minimum(pair // heads, each.shape[0] - 1)
-    splits = _pieces(_sight(_length(lengths, batch, capacity), left, QUERIES, KEYS)[1], share)
+    length = gl.max(gl.where(each == batch, valid, 0), 0)
+    splits = _pieces(_sight(length, left, QUERIES, KEYS)[1], share)
     return gl.max(gl.where(each == batch, firsts, 0), 0) + (pair - batch * heads) * splits, splits
 
 
