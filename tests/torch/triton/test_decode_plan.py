@@ -1,4 +1,4 @@
-"""The plan of the decoding kernel for Hopper: its functions, as torch operations, against what they should find."""
+"""The plan of the decoding kernel for Hopper and the ring that follows it: their functions, run here, one by one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ class Pointer(NamedTuple):
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.values, self.at + offset)
+
+
+def plain(module: Any, name: str, names: dict[str, Any]) -> types.FunctionType:
+    """A function of a kernel that finds the given names for all that it calls."""
+    function = getattr(module, name).fn
+    return types.FunctionType(function.__code__, names, name, function.__defaults__)
 
 
 def plan_functions() -> types.SimpleNamespace:
@@ -59,6 +65,7 @@ def plan_functions() -> types.SimpleNamespace:
     names: dict[str, Any] = {"gl": language, "__builtins__": builtins, "_uniform": lambda x: x}
     for name in (
         "_valid",
+        "oldest_of",
         "_sight",
         "_pieces",
         "_sum",
@@ -66,10 +73,8 @@ def plan_functions() -> types.SimpleNamespace:
         "planned",
         "place_of",
         "splits_of",
-        "span_of",
     ):
-        function = getattr(decode_plan, name).fn
-        names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
+        names[name] = plain(decode_plan, name, names)
     return types.SimpleNamespace(**names)
 
 
@@ -115,8 +120,8 @@ def check_plan(
             for split in range(count):
                 item = torch.tensor(start + split, dtype=torch.int32)
                 place = functions.place_of(item, plan, sizes, queries, keys)
-                assert [int(n) for n in place] == [b, head, valid[b], split, count]
-                _, first, last = (int(n) for n in functions.span_of(*place[2:], sizes, queries, keys))
+                *found, first, last = (int(n) for n in place)
+                assert found == [b, head, valid[b], split, count]
                 assert first == at
                 assert last > first or valid[b] == 0
                 assert lengths_of_items[item] == -1
@@ -126,6 +131,9 @@ def check_plan(
             assert at == valid[b]
     assert lengths_of_items == sorted(lengths_of_items, reverse=True)
     assert min(lengths_of_items) >= 0
+    for item in (items, items + 1, items + programs, items + 3 * programs):  # beyond all
+        *_, first, last = functions.place_of(torch.tensor(item, dtype=torch.int32), plan, sizes, queries, keys)
+        assert first == last
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -157,3 +165,81 @@ def test_divisions_of_the_plan_are_exact() -> None:
     for share in range(1, 16):
         expected = ((tiles + share - 1) // share).clamp(min=1)
         assert bool((functions._pieces(tiles, torch.tensor(share)) == expected).all())
+
+
+class Slots:
+    """Tiles of a ring, indexed as in shared memory: which tile is in each, or on its way."""
+
+    def __init__(self, stages: int) -> None:
+        self.held: list[Any] = [None] * stages
+        self.expected: list[bool] = [False] * stages
+
+    def index(self, stage: int) -> int:
+        assert 0 <= stage < len(self.held)
+        return stage
+
+    def expect(self, stage: int, _: int) -> None:
+        assert self.held[stage] is None
+        self.expected[stage] = True
+
+    def load(self, what: Any, at: list[int], barrier: int, stage: int) -> None:
+        assert barrier == stage
+        assert self.expected[stage]
+        assert self.held[stage] is None
+        self.held[stage] = (what.name, *at)
+
+    def take(self, stage: int) -> Any:
+        tile, self.held[stage], self.expected[stage] = self.held[stage], None, False
+        return tile
+
+
+def ring_functions(slots: Slots) -> types.SimpleNamespace:
+    """The functions of the kernel that send for tiles, with plain numbers."""
+    pytest.importorskip("triton.experimental.gluon")
+    from sharpmax.torch.triton import decode_hopper_kernel
+
+    names: dict[str, Any] = {
+        "gl": types.SimpleNamespace(where=lambda c, a, b: a if c else b, minimum=min, maximum=max),
+        "__builtins__": builtins,
+        "mbarrier": types.SimpleNamespace(expect=slots.expect),
+        "load_tile": slots.load,
+    }
+    for name in ("_count", "_queue", "_send", "_fill"):
+        names[name] = plain(decode_hopper_kernel, name, names)
+    return types.SimpleNamespace(**names)
+
+
+@pytest.mark.parametrize("stages", sorted(set(decode_hopper.STAGES.values())))
+@pytest.mark.parametrize("seed", range(40))
+def test_tiles_come_through_the_ring_in_the_order_of_their_use(stages: int, seed: int) -> None:
+    draw, keys, slots = random.Random(seed), decode_hopper.KEYS, Slots(stages)
+    functions = ring_functions(slots)
+    turns, most = draw.randint(0, 9), draw.choice([0, 1, 2, 3, 15])
+    places = [(0,) * 7]
+    for turn in range(turns + 3):
+        first = draw.randint(0, 30) * keys
+        size = max(draw.randint(0, most) * keys - draw.choice([0, 1, 100]), 0) if turn < turns else 0
+        places.append((draw.randint(0, 9), draw.randint(0, 9), 9999, 0, 1, first, first + size))
+    block = types.SimpleNamespace(nbytes=1)
+    ring = (*(types.SimpleNamespace(name=name, block_type=block) for name in ("key", "value")), slots, slots)
+
+    def queue(turn: int) -> Any:
+        return functions._queue(places[max(turn, 0)], places[turn + 1], places[turn + 2], keys)
+
+    def tiles(turn: int) -> range:
+        return range(places[turn + 1][5], places[turn + 1][6], keys)
+
+    functions._fill(ring, queue(-1), 0, 0, stages, keys)
+    stage = 0
+    for turn in range(turns + 1):
+        now = queue(turn)
+        functions._fill(ring, now, now[4], stage, stages, keys)
+        expected = [("key", *places[turn + 1][:2], at, 0) for at in tiles(turn)]
+        expected += [("value", *places[turn][:2], at, 0) for at in tiles(turn - 1)]
+        for n, tile in enumerate(expected):
+            assert slots.take(stage) == tile
+            functions._send(ring, now, n + stages, stage, keys)
+            stage = (stage + 1) % stages
+        known = sum(tile is not None for tile in slots.held)
+        assert known == min(stages, len(tiles(turn + 1)) + len(tiles(turn)))
+    assert slots.held == [None] * stages

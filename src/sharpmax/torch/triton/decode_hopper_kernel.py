@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .decode_kernel import LOG2E, MASKED
-from .decode_plan import place_of, planned, span_of, splits_of
+from .decode_plan import oldest_of, place_of, planned, splits_of
 from .hopper_kernel import advance, ex2, item_of_turn, load_tile, lowered_beta, synchronize, turns_of
 
 WHOLE_NUMBERS = (
@@ -62,30 +62,44 @@ def _row_span(row, length, left, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(cursor, ring, plan, sizes, STAGES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Send for the next tile of the program, if there is one: keys of a split, then values of the split before it."""
-    step, at, blocks, batch, head, first, count, v_batch, v_head, v_first, v_count, stage = cursor
-    k_desc, v_desc, tiles, full, turns = ring
-    while (at == blocks) & (step < 2 * turns + 1):
-        step += 1
-        at = 0
-        if step % 2 == 0:
-            v_batch, v_head, v_first, v_count = batch, head, first, count
-            count = 0
-            if step < 2 * turns:
-                batch, head, length, split, splits = place_of(item_of_turn(step // 2), plan, sizes, QUERIES, KEYS)
-                _, first, last = span_of(length, split, splits, sizes, QUERIES, KEYS)
-                count = _count(first, last, KEYS)
-        blocks = gl.where(step % 2 == 0, count, v_count)
-    if at < blocks:
+def _queue(before, now, after, KEYS: gl.constexpr):
+    """What comes through the ring from a turn on, as far as it is known: places of splits, and where each part ends.
+
+    Keys of the split of this turn, values of the one before, keys of the one after, and values of the first again.
+    """
+    keys = _count(now[5], now[6], KEYS)
+    values = keys + _count(before[5], before[6], KEYS)
+    more = values + _count(after[5], after[6], KEYS)
+    return before, now, after, keys, values, more, more + keys
+
+
+@gluon.jit
+def _send(ring, queue, n, stage, KEYS: gl.constexpr):
+    """Send for tile ``n`` of a turn, if it is known."""
+    k_desc, v_desc, tiles, full = ring
+    before, now, after, keys, values, more, end = queue
+    if n < end:
         mbarrier.expect(full.index(stage), k_desc.block_type.nbytes)
-        if step % 2 == 0:
-            load_tile(k_desc, [batch, head, first + at * KEYS, 0], full.index(stage), tiles.index(stage))
+        beyond = n >= values
+        start = gl.where(beyond, gl.where(n < more, values, more), gl.where(n < keys, 0, keys))
+        batch, head, first = now[0], now[1], now[5]
+        if (n >= keys) & (n < values):
+            batch, head, first = before[0], before[1], before[5]
+        if beyond & (n < more):
+            batch, head, first = after[0], after[1], after[5]
+        at = first + (n - start) * KEYS
+        if (n < keys) | (beyond & (n < more)):
+            load_tile(k_desc, [batch, head, at, 0], full.index(stage), tiles.index(stage))
         else:
-            load_tile(v_desc, [v_batch, v_head, v_first + at * KEYS, 0], full.index(stage), tiles.index(stage))
-        at += 1
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-    return step, at, blocks, batch, head, first, count, v_batch, v_head, v_first, v_count, stage
+            load_tile(v_desc, [batch, head, at, 0], full.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def _fill(ring, queue, known, stage, STAGES: gl.constexpr, KEYS: gl.constexpr):
+    """Send for the first tiles of a turn, as many as the ring holds; those that were known before are on their way."""
+    for n in range(gl.minimum(known, STAGES), gl.minimum(queue[6], STAGES)):
+        place = stage + n
+        _send(ring, queue, n, gl.where(place < STAGES, place, place - STAGES), KEYS)
 
 
 @gluon.jit
@@ -132,15 +146,17 @@ def _queries(
 
 @gluon.jit
 def _pass_keys(
-    ring, cursor, stage, phase, q_tile, kept, slot, plan, sizes, length, first, last, scale, softcap,
+    ring, queue, stage, phase, q_tile, kept, slot, left, scale, softcap,
     layout: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
-    """Keep the logits of the keys of a split, from ``slot`` on; statistics of each row, and where the ring stands."""
-    _, _, tiles, full, _ = ring
+    """Keep the logits of the turn's keys, from ``slot`` on; statistics of each row, and where the ring stands."""
+    _, _, tiles, full = ring
+    now = queue[1]
+    length, first, last = now[2], now[5], now[6]
     COLUMNS: gl.constexpr = q_tile.shape[0]
     zero = gl.zeros([KEYS, COLUMNS], gl.float32, layout=layout)
     row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    newest, earliest = _row_span(row, length, sizes[3], QUERIES)
+    newest, earliest = _row_span(row, length, left, QUERIES)
     # Every place of the tile has statistics of its own, merged once at the end: no reduction within the loop.
     high = zero + MASKED
     total = zero
@@ -150,7 +166,7 @@ def _pass_keys(
         z = warpgroup_mma(tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(0, deps=(z,))
         synchronize()
-        cursor = _prefetch(cursor, ring, plan, sizes, STAGES, QUERIES, KEYS)
+        _send(ring, queue, i + STAGES, stage, KEYS)
         stage, phase = advance(stage, phase, STAGES)
         z = z * scale
         if CAPPED:
@@ -166,16 +182,19 @@ def _pass_keys(
         total = gl.where(higher, scaled * total + 1.0, total + scaled)
         high = gl.where(higher, z, high)
     top, total, moment = _merged(high, total, moment)
-    return top, total, moment, cursor, stage, phase
+    return top, total, moment, stage, phase
 
 
 @gluon.jit
 def _pass_values(
-    ring, cursor, stage, phase, w_tile, kept, slot, plan, sizes, oldest, first, last, top, beta,
+    ring, queue, stage, phase, w_tile, kept, slot, left, top, beta,
     layout: gl.constexpr, wide: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The sum of the values of a split with their weights, that of the weights, and where the ring stands."""
-    _, v_desc, tiles, full, _ = ring
+    """The sum of the turn's values with their weights, that of the weights, and where the ring stands."""
+    _, v_desc, tiles, full = ring
+    before, keys = queue[0], queue[3]
+    first, last = before[5], before[6]
+    oldest = oldest_of(before[2], left, QUERIES)
     dtype: gl.constexpr = v_desc.dtype
     COLUMNS: gl.constexpr = w_tile.shape[0]
     D: gl.constexpr = tiles.shape[2]
@@ -204,9 +223,9 @@ def _pass_values(
         out = warpgroup_mma(tile.permute([1, 0]), w_tile.permute([1, 0]), out, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
         synchronize()
-        cursor = _prefetch(cursor, ring, plan, sizes, STAGES, QUERIES, KEYS)
+        _send(ring, queue, keys + i + STAGES, stage, KEYS)
         stage, phase = advance(stage, phase, STAGES)
-    return out, gl.sum(weight, 0), cursor, stage, phase
+    return out, gl.sum(weight, 0), stage, phase
 
 
 @gluon.jit
@@ -275,76 +294,73 @@ def hopper_decode_kernel(
     plan = planned(lengths, share, sizes, limit, gl.num_programs(0), overhead, BATCH, TILES, QUERIES, KEYS)
     items = plan[0]
     turns = turns_of(items)
-    ring = (k_desc, v_desc, tiles, full, turns)
-    cursor = (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    for _ in range(STAGES):
-        cursor = _prefetch(cursor, ring, plan, sizes, STAGES, QUERIES, KEYS)
+    ring = (k_desc, v_desc, tiles, full)
+    before = (0, 0, 0, 0, 0, 0, 0)
+    now = (0, 0, 0, 0, 0, 0, 0)
+    after = place_of(item_of_turn(0), plan, sizes, QUERIES, KEYS)
+    _fill(ring, _queue(before, now, after, KEYS), 0, 0, STAGES, KEYS)
     row = gl.arange(0, COLUMNS, layout=row_layout)
-    next_batch, next_head, next_length, next_split, next_splits = place_of(
-        item_of_turn(0), plan, sizes, QUERIES, KEYS
-    )  # fmt: skip
-    q = _queries(query, strides, next_batch, next_head, item_of_turn(0) < items, ROWS, QUERIES, COLUMNS, D, wide)
+    q = _queries(query, strides, after[0], after[1], item_of_turn(0) < items, ROWS, QUERIES, COLUMNS, D, wide)
+    later = place_of(item_of_turn(1), plan, sizes, QUERIES, KEYS)
     stage = 0
     phase = 0
-    pair, length, split, splits = 0, 0, 0, 0
-    v_pair, v_splits = 0, 0
     done_pair, done_splits = 0, 0
     for turn in range(turns + 1):
-        done_pair, done_splits = v_pair, v_splits
-        v_pair, v_length, v_split, v_splits = pair, length, split, splits
+        done_pair, done_splits = before[0] * heads + before[1], before[4]
+        before = now
+        now = after
+        after = later
+        queue = _queue(before, now, after, KEYS)
+        _fill(ring, queue, queue[4], stage, STAGES, KEYS)
         if turn < turns:  # keys of a split
             item = item_of_turn(turn)
-            pair, length, split, splits = next_batch * heads + next_head, next_length, next_split, next_splits
-            _, first, last = span_of(length, split, splits, sizes, QUERIES, KEYS)
             q_tile.store(q)
             fence_async_shared()
             synchronize()
             if done_splits > 1:  # the part of the output that was written last
                 gl.atomic_add(counters + groups + done_pair, 1, sem="release")
-            next_batch, next_head, next_length, next_split, next_splits = place_of(
-                item_of_turn(turn + 1), plan, sizes, QUERIES, KEYS
-            )  # fmt: skip
             there = item_of_turn(turn + 1) < items
-            q = _queries(query, strides, next_batch, next_head, there, ROWS, QUERIES, COLUMNS, D, wide)
-            top, total, moment, cursor, stage, phase = _pass_keys(
-                ring, cursor, stage, phase, q_tile, kept, turn % 2 * TILES, plan, sizes, length, first, last,
-                scale, softcap, layout, QUERIES, KEYS, STAGES, CAPPED,
+            q = _queries(query, strides, after[0], after[1], there, ROWS, QUERIES, COLUMNS, D, wide)
+            top, total, moment, stage, phase = _pass_keys(
+                ring, queue, stage, phase, q_tile, kept, turn % 2 * TILES, left, scale, softcap, layout, QUERIES, KEYS,
+                STAGES, CAPPED,
             )  # fmt: skip
+            later = place_of(item_of_turn(turn + 2), plan, sizes, QUERIES, KEYS)
             part = parts + item.to(gl.int64) * ROWS + row
             gl.store(part, top, mask=row < ROWS)
             gl.store(part + stride_part, total, mask=row < ROWS)
             gl.store(part + 2 * stride_part, moment, mask=row < ROWS)
             synchronize()
-            if splits > 1:
-                gl.atomic_add(counters + pair, 1, sem="release")
+            if now[4] > 1:
+                gl.atomic_add(counters + now[0] * heads + now[1], 1, sem="release")
         if turn > 0:  # values of the split before
             item = item_of_turn(turn - 1)
-            if v_splits > 1:
-                _await(counters + v_pair, v_splits)
+            pair, length, split, splits = before[0] * heads + before[1], before[2], before[3], before[4]
+            if splits > 1:
+                _await(counters + pair, splits)
             top, total, moment = _group_stats(
-                parts, item - v_split, v_splits, stride_part, row_layout, ROWS, COLUMNS, SPLITS
+                parts, item - split, splits, stride_part, row_layout, ROWS, COLUMNS, SPLITS
             )  # fmt: skip
             if ENTROPY:
                 filled = gl.where(total > 0, total, 1.0)
                 variable = gl.log(filled) - moment / filled
             else:
-                newest, earliest = _row_span(row, v_length, left, QUERIES)
+                newest, earliest = _row_span(row, length, left, QUERIES)
                 variable = gl.log(gl.maximum(newest + 1 - earliest, 1).to(gl.float32))
             beta = lowered_beta(variable, (c7, c6, c5, c4, c3, c2, c1, c0), (lo, hi, threshold, floor))
-            writes = row < gl.where(v_split == 0, ROWS, 0)
-            at = v_pair.to(gl.int64) * ROWS + row
+            writes = row < gl.where(split == 0, ROWS, 0)
+            at = pair.to(gl.int64) * ROWS + row
             gl.store(stats + at, gl.where(total > 0, top, -float("inf")), mask=writes)
             gl.store(stats + stride_stats + at, total, mask=writes)
             gl.store(stats + 2 * stride_stats + at, moment, mask=writes)
             gl.store(betas + at, beta, mask=writes)
-            oldest, first, last = span_of(v_length, v_split, v_splits, sizes, QUERIES, KEYS)
-            out, weight, cursor, stage, phase = _pass_values(
-                ring, cursor, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, plan, sizes, oldest, first,
-                last, top, beta, layout, wide, QUERIES, KEYS, STAGES,
+            out, weight, stage, phase = _pass_values(
+                ring, queue, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, left, top, beta, layout, wide, QUERIES,
+                KEYS, STAGES,
             )  # fmt: skip
             column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(1, layout)), 1)
             inside = gl.expand_dims(row < ROWS, 0) & (column >= 0)
-            if v_splits == 1:
+            if splits == 1:
                 out = out / gl.expand_dims(gl.where(weight > 0, weight, 1.0), 0)
                 gl.store(output + gl.expand_dims(at, 0) * D + column, out.to(dtype), mask=inside)
             else:
@@ -355,8 +371,8 @@ def hopper_decode_kernel(
         synchronize()
         if done_splits > 1:
             gl.atomic_add(counters + groups + done_pair, 1, sem="release")
-        if v_splits > 1:
-            gl.atomic_add(counters + groups + v_pair, 1, sem="release")
+        if before[4] > 1:
+            gl.atomic_add(counters + groups + before[0] * heads + before[1], 1, sem="release")
         for task in range(gl.program_id(0), groups * (COLUMNS // LINES), gl.num_programs(0)):
             pair = task // (COLUMNS // LINES)
             first, splits = splits_of(pair, plan, sizes, QUERIES, KEYS)

@@ -21,10 +21,16 @@ def _valid(lengths, batch, there, capacity):
 
 
 @gluon.jit
+def oldest_of(length, left, QUERIES: gl.constexpr):
+    """The oldest key in sight."""
+    return gl.where(left >= 0, gl.maximum(length - QUERIES - left, 0), 0)
+
+
+@gluon.jit
 def _sight(length, left, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """The oldest key in sight, and how many tiles there are from its tile on."""
-    oldest = gl.where(left >= 0, gl.maximum(length - QUERIES - left, 0), 0)
-    return oldest, (length - oldest // KEYS * KEYS + KEYS - 1) // KEYS
+    """The first key of the oldest tile in sight, and how many tiles there are from it on."""
+    start = oldest_of(length, left, QUERIES) // KEYS * KEYS
+    return start, (length - start + KEYS - 1) // KEYS
 
 
 @gluon.jit
@@ -103,15 +109,26 @@ def planned(
 
 @gluon.jit
 def place_of(item, plan, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Batch element and head of a split, how many keys are valid, its number within the head and how many it has."""
+    """Where a split lies: batch element, head, valid keys, number within the head, how many that has, and its keys.
+
+    These are the first one and the one after the last; there are none in a split beyond all.
+    """
     _, heads, _, left = sizes
-    _, share, each, valid, firsts = plan
+    items, share, each, valid, firsts = plan
     first = gl.max(gl.where(firsts <= item, firsts, 0), 0)
-    batch = gl.max(gl.where(firsts == first, each, 0), 0)
     length = gl.max(gl.where(firsts == first, valid, 0), 0)
-    splits = _pieces(_sight(length, left, QUERIES, KEYS)[1], share)
-    pair = batch * heads + (item - first) // splits
-    return pair // heads, pair % heads, length, (item - first) % splits, splits
+    start, tiles = _sight(length, left, QUERIES, KEYS)
+    splits = _pieces(tiles, share)
+    head = (item - first) // splits
+    split = item - first - head * splits
+    if each.shape[0] == 1:
+        batch = head // heads
+        head -= batch * heads
+    else:
+        batch = gl.max(gl.where(firsts == first, each, 0), 0)
+    size = _pieces(tiles, splits) * KEYS
+    start += split * size
+    return batch, head, length, split, splits, start, gl.where(item < items, gl.minimum(start + size, length), start)
 
 
 @gluon.jit
@@ -123,12 +140,3 @@ def splits_of(pair, plan, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     length = gl.max(gl.where(each == batch, valid, 0), 0)
     splits = _pieces(_sight(length, left, QUERIES, KEYS)[1], share)
     return gl.max(gl.where(each == batch, firsts, 0), 0) + (pair - batch * heads) * splits, splits
-
-
-@gluon.jit
-def span_of(length, split, splits, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """The oldest key in sight, the first key of a split and its last."""
-    oldest, tiles = _sight(length, sizes[3], QUERIES, KEYS)
-    share = (tiles + splits - 1) // splits * KEYS
-    first = oldest // KEYS * KEYS + split * share
-    return oldest, first, gl.minimum(first + share, length)
