@@ -42,6 +42,8 @@ WHOLE_NUMBERS = (
 
 SLICE = gl.constexpr(32)
 """Rows of a tile of values that are cleared at a time: all of them at once take more registers than there are."""
+FEW = gl.constexpr(32)
+"""Splits of a head whose statistics are merged at once where they are no more, however many there might be."""
 
 
 @gluon.jit
@@ -229,9 +231,14 @@ def _pass_values(
 
 
 @gluon.jit
-def _some_stats(place, stride_part, there):
-    """Maximum, sum and shifted moment of some splits."""
-    return (
+def _some_stats(parts, first, splits, stride_part, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SPLITS: gl.constexpr):
+    """Maximum, sum and shifted moment of rows from those of up to ``SPLITS`` splits from ``first`` on."""
+    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [32 // COLUMNS, COLUMNS], [gl.num_warps(), 1], [1, 0])
+    each = gl.expand_dims(gl.arange(0, SPLITS, layout=gl.SliceLayout(1, pairs)), 1)
+    line = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, pairs)), 0)
+    place = parts + first.to(gl.int64) * ROWS + each * ROWS + line
+    there = (each < splits) & (line < ROWS)
+    return _merged(
         gl.load(place, mask=there, other=MASKED),
         gl.load(place + stride_part, mask=there, other=0.0),
         gl.load(place + 2 * stride_part, mask=there, other=0.0),
@@ -243,17 +250,20 @@ def _group_stats(
     parts, first, splits, stride_part, layout: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Statistics of rows from those of all splits from ``first`` on, ``SPLITS`` at a time."""
-    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [32 // COLUMNS, COLUMNS], [gl.num_warps(), 1], [1, 0])
-    each = gl.expand_dims(gl.arange(0, SPLITS, layout=gl.SliceLayout(1, pairs)), 1)
-    line = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, pairs)), 0)
-    place = parts + first.to(gl.int64) * ROWS + each * ROWS + line
-    high, total, moment = _some_stats(place, stride_part, (each < splits) & (line < ROWS))
-    for start in range(SPLITS, splits, SPLITS):
-        there = (start + each < splits) & (line < ROWS)
-        more = _some_stats(place + start * ROWS, stride_part, there)
-        high, total, moment = _joined(high, total, moment, more[0], more[1], more[2])
-    top, total, moment = _merged(high, total, moment)
+    """Statistics of rows from those of all splits from ``first`` on.
+
+    There may be more of them than ``SPLITS`` only where that exceeds ``FEW``.
+    """
+    if SPLITS > FEW:
+        if splits > FEW:
+            top, total, moment = _some_stats(parts, first, splits, stride_part, ROWS, COLUMNS, SPLITS)
+        else:
+            top, total, moment = _some_stats(parts, first, splits, stride_part, ROWS, COLUMNS, FEW)
+        for start in range(SPLITS, splits, FEW):
+            more = _some_stats(parts, first + start, splits - start, stride_part, ROWS, COLUMNS, FEW)
+            top, total, moment = _joined(top, total, moment, more[0], more[1], more[2])
+    else:
+        top, total, moment = _some_stats(parts, first, splits, stride_part, ROWS, COLUMNS, SPLITS)
     return gl.convert_layout(top, layout), gl.convert_layout(total, layout), gl.convert_layout(moment, layout)
 
 
