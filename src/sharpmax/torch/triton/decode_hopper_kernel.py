@@ -126,6 +126,22 @@ def _merged(high, total, moment):
 
 
 @gluon.jit
+def _pair(place, heads):
+    """The number of the head that a split belongs to."""
+    return place[0] * heads + place[1]
+
+
+@gluon.jit
+def _publish(counters, number, splits, other, other_splits):
+    """Count the program at two counters, where there are several splits; what it has written before can be read."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    one = gl.arange(0, 2, layout=layout) == 0
+    several = gl.where(one, splits, other_splits) > 1
+    once = gl.full([2], 1, gl.int32, layout)
+    gl.atomic_add(counters + gl.where(one, number, other), once, mask=several, sem="release")
+
+
+@gluon.jit
 def _await(counter, count):
     """Wait until ``count`` programs have been counted; what they had written before can be read."""
     while gl.atomic_add(counter, 0, sem="acquire") < count:
@@ -316,7 +332,7 @@ def hopper_decode_kernel(
     phase = 0
     done_pair, done_splits = 0, 0
     for turn in range(turns + 1):
-        done_pair, done_splits = before[0] * heads + before[1], before[4]
+        done_pair, done_splits = _pair(before, heads), before[4]
         before = now
         now = after
         after = later
@@ -327,8 +343,6 @@ def hopper_decode_kernel(
             q_tile.store(q)
             fence_async_shared()
             synchronize()
-            if done_splits > 1:  # the part of the output that was written last
-                gl.atomic_add(counters + groups + done_pair, 1, sem="release")
             there = item_of_turn(turn + 1) < items
             q = _queries(query, strides, after[0], after[1], there, ROWS, QUERIES, COLUMNS, D, wide)
             top, total, moment, stage, phase = _pass_keys(
@@ -341,11 +355,11 @@ def hopper_decode_kernel(
             gl.store(part + stride_part, total, mask=row < ROWS)
             gl.store(part + 2 * stride_part, moment, mask=row < ROWS)
             synchronize()
-            if now[4] > 1:
-                gl.atomic_add(counters + now[0] * heads + now[1], 1, sem="release")
+            # With it the part of the output that was written last: one wait for memory serves both.
+            _publish(counters, _pair(now, heads), now[4], groups + done_pair, done_splits)
         if turn > 0:  # values of the split before
             item = item_of_turn(turn - 1)
-            pair, length, split, splits = before[0] * heads + before[1], before[2], before[3], before[4]
+            pair, length, split, splits = _pair(before, heads), before[2], before[3], before[4]
             if splits > 1:
                 _await(counters + pair, splits)
             top, total, moment = _group_stats(
@@ -379,10 +393,7 @@ def hopper_decode_kernel(
                 gl.store(shares + gl.expand_dims(place, 0) * D + column, out, mask=inside)
     if SPLITS > 1:
         synchronize()
-        if done_splits > 1:
-            gl.atomic_add(counters + groups + done_pair, 1, sem="release")
-        if before[4] > 1:
-            gl.atomic_add(counters + groups + before[0] * heads + before[1], 1, sem="release")
+        _publish(counters, groups + done_pair, done_splits, groups + _pair(before, heads), before[4])
         for task in range(gl.program_id(0), groups * (COLUMNS // LINES), gl.num_programs(0)):
             pair = task // (COLUMNS // LINES)
             first, splits = splits_of(pair, plan, sizes, QUERIES, KEYS)
