@@ -1,4 +1,4 @@
-"""The plan of the decoding kernel for Hopper and the ring that follows it: their functions, run here, one by one."""
+"""The plan of the decoding kernel for Hopper: its functions, as torch operations, against what they should find."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ class Pointer(NamedTuple):
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.values, self.at + offset)
-
-
-def plain(module: Any, name: str, names: dict[str, Any]) -> types.FunctionType:
-    """A function of a kernel that finds the given names for all that it calls."""
-    function = getattr(module, name).fn
-    return types.FunctionType(function.__code__, names, name, function.__defaults__)
 
 
 def plan_functions() -> types.SimpleNamespace:
@@ -71,10 +65,12 @@ def plan_functions() -> types.SimpleNamespace:
         "_sum",
         "_suitable_share",
         "planned",
+        "recalled",
         "place_of",
         "splits_of",
     ):
-        names[name] = plain(decode_plan, name, names)
+        function = getattr(decode_plan, name).fn
+        names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
     return types.SimpleNamespace(**names)
 
 
@@ -83,15 +79,17 @@ def check_plan(
 ) -> None:
     """Every key in sight belongs to one split, splits are as the kernel needs them, and cost as little as can be."""
     functions, keys, queries = plan_functions(), decode_hopper.KEYS, 2
-    query, key = (torch.empty((batch, heads, n, 64), device="meta") for n in (queries, capacity))
-    highest = decode_hopper._most_tiles(query, key, left)
+    highest = decode_hopper.most_tiles(capacity, queries, left)
     programs, share, limit, most_splits = decode_hopper.bounds(batch * heads, highest, most, splits, 132)
     given = None if lengths is None else Pointer(torch.tensor(lengths, dtype=torch.int32))
     sizes = tuple(torch.tensor(n, dtype=torch.int32) for n in (batch * heads, heads, capacity, left))
-    plan = functions.planned(
-        given, torch.tensor(share, dtype=torch.int32), sizes, limit, programs, decode_hopper.OVERHEAD,
-        1 if given is None else decode_hopper._padded(batch), most, queries, keys,
+    size = 1 if given is None else decode_hopper._padded(batch)
+    *numbers, counted, begun = functions.planned(
+        given, torch.tensor(share, dtype=torch.int32), sizes, limit, programs, decode_hopper.OVERHEAD, size, most,
+        queries, keys,
     )  # fmt: skip
+    kept = (types.SimpleNamespace(load=lambda _, x=x: x) for x in (counted, begun))
+    plan = functions.recalled((*numbers, *kept), size)
     items, chosen = int(plan[0]), int(plan[1])
     valid = [capacity] * batch if lengths is None else [min(max(n, 0), capacity) for n in lengths]
     oldest = [max(n - queries - left, 0) if left >= 0 else 0 for n in valid]
@@ -165,81 +163,3 @@ def test_divisions_of_the_plan_are_exact() -> None:
     for share in range(1, 16):
         expected = ((tiles + share - 1) // share).clamp(min=1)
         assert bool((functions._pieces(tiles, torch.tensor(share)) == expected).all())
-
-
-class Slots:
-    """Tiles of a ring, indexed as in shared memory: which tile is in each, or on its way."""
-
-    def __init__(self, stages: int) -> None:
-        self.held: list[Any] = [None] * stages
-        self.expected: list[bool] = [False] * stages
-
-    def index(self, stage: int) -> int:
-        assert 0 <= stage < len(self.held)
-        return stage
-
-    def expect(self, stage: int, _: int) -> None:
-        assert self.held[stage] is None
-        self.expected[stage] = True
-
-    def load(self, what: Any, at: list[int], barrier: int, stage: int) -> None:
-        assert barrier == stage
-        assert self.expected[stage]
-        assert self.held[stage] is None
-        self.held[stage] = (what.name, *at)
-
-    def take(self, stage: int) -> Any:
-        tile, self.held[stage], self.expected[stage] = self.held[stage], None, False
-        return tile
-
-
-def ring_functions(slots: Slots) -> types.SimpleNamespace:
-    """The functions of the kernel that send for tiles, with plain numbers."""
-    pytest.importorskip("triton.experimental.gluon")
-    from sharpmax.torch.triton import decode_hopper_kernel
-
-    names: dict[str, Any] = {
-        "gl": types.SimpleNamespace(where=lambda c, a, b: a if c else b, minimum=min, maximum=max),
-        "__builtins__": builtins,
-        "mbarrier": types.SimpleNamespace(expect=slots.expect),
-        "load_tile": slots.load,
-    }
-    for name in ("_count", "_queue", "_send", "_fill"):
-        names[name] = plain(decode_hopper_kernel, name, names)
-    return types.SimpleNamespace(**names)
-
-
-@pytest.mark.parametrize("stages", sorted(set(decode_hopper.STAGES.values())))
-@pytest.mark.parametrize("seed", range(40))
-def test_tiles_come_through_the_ring_in_the_order_of_their_use(stages: int, seed: int) -> None:
-    draw, keys, slots = random.Random(seed), decode_hopper.KEYS, Slots(stages)
-    functions = ring_functions(slots)
-    turns, most = draw.randint(0, 9), draw.choice([0, 1, 2, 3, 15])
-    places = [(0,) * 7]
-    for turn in range(turns + 3):
-        first = draw.randint(0, 30) * keys
-        size = max(draw.randint(0, most) * keys - draw.choice([0, 1, 100]), 0) if turn < turns else 0
-        places.append((draw.randint(0, 9), draw.randint(0, 9), 9999, 0, 1, first, first + size))
-    block = types.SimpleNamespace(nbytes=1)
-    ring = (*(types.SimpleNamespace(name=name, block_type=block) for name in ("key", "value")), slots, slots)
-
-    def queue(turn: int) -> Any:
-        return functions._queue(places[max(turn, 0)], places[turn + 1], places[turn + 2], keys)
-
-    def tiles(turn: int) -> range:
-        return range(places[turn + 1][5], places[turn + 1][6], keys)
-
-    functions._fill(ring, queue(-1), 0, 0, stages, keys)
-    stage = 0
-    for turn in range(turns + 1):
-        now = queue(turn)
-        functions._fill(ring, now, now[4], stage, stages, keys)
-        expected = [("key", *places[turn + 1][:2], at, 0) for at in tiles(turn)]
-        expected += [("value", *places[turn][:2], at, 0) for at in tiles(turn - 1)]
-        for n, tile in enumerate(expected):
-            assert slots.take(stage) == tile
-            functions._send(ring, now, n + stages, stage, keys)
-            stage = (stage + 1) % stages
-        known = sum(tile is not None for tile in slots.held)
-        assert known == min(stages, len(tiles(turn + 1)) + len(tiles(turn)))
-    assert slots.held == [None] * stages

@@ -3,8 +3,10 @@
 What the three kernels of ``decode_kernel`` give. A group of programs shares the keys of the rows that use one head of
 the cache. Each program goes through the keys of its split, keeps their logits in shared memory and publishes their
 statistics. With those of the whole group it has beta, and goes through the values of the split. In between come the
-keys of its next split, so that it hardly waits for others. Keys and values come by TMA through one ring of tiles, which
-is refilled all the time. In the end, parts of the output are added up.
+keys of its next split, so that it hardly waits for others. In the end, parts of the output are added up.
+
+One warp copies keys and values into a ring of tiles (TMA), as far ahead of the others as the ring allows. From a cache
+of pages a tile comes in pieces, one for each page and 64 columns.
 
 Products are transposed: keys (or columns of values) are the rows of a tile, of which a warpgroup takes 64, and queries
 its columns, of which 8 suffice. A thread finds the logits that it kept where it put them.
@@ -16,7 +18,8 @@ No program waits for ever. All run at once (a cooperative launch), and each publ
 turn before it waits for others, for the split of the turn before. A head has no more splits than there are programs, so
 they lie in two turns that follow each other: what a program waits for is of its own turn or of one before. With all
 statistics of earlier turns published, none waits for ever before it publishes those of the next, and so on for all
-turns. No program waits for parts of the output before it has published all its own.
+turns. No program waits for parts of the output before it has published all its own. The warp that copies waits for
+tiles that were read, and for nothing else.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -32,14 +35,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .decode_kernel import LOG2E, MASKED
-from .decode_plan import oldest_of, place_of, planned, splits_of
-from .hopper_kernel import advance, ex2, item_of_turn, load_tile, lowered_beta, synchronize, turns_of
+from .decode_plan import oldest_of, place_of, planned, recalled, splits_of
+from .hopper_kernel import advance, ex2, item_of_turn, load_tile, lowered_beta, reinterpret, synchronize, turns_of
 
 WHOLE_NUMBERS = (
-    "stride_qb", "stride_qh", "stride_ql", "stride_part", "stride_stats",
+    "stride_qb", "stride_qh", "stride_ql", "stride_table", "stride_part", "stride_stats",
     "groups", "heads", "capacity", "left", "share", "limit", "overhead",
 )  # fmt: skip
-
+LOAD_REGISTERS = gl.constexpr(96)
+"""Registers of a thread of the warp that copies."""
 SLICE = gl.constexpr(32)
 """Rows of a tile of values that are cleared at a time: all of them at once take more registers than there are."""
 FEW = gl.constexpr(32)
@@ -64,44 +68,81 @@ def _row_span(row, length, left, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def _queue(before, now, after, KEYS: gl.constexpr):
-    """What comes through the ring from a turn on, as far as it is known: places of splits, and where each part ends.
+def _pages(pages, start, oldest, last, COUNT: gl.constexpr, ROWS: gl.constexpr, PAGE: gl.constexpr):
+    """The pages of a tile, -1 for those in which no key is in sight."""
+    layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])
+    key = start + gl.arange(0, COUNT, layout=layout) * ROWS
+    return gl.load(pages + key // PAGE, mask=(key < last) & (key + ROWS > oldest), other=-1)
 
-    Keys of the split of this turn, values of the one before, keys of the one after, and values of the first again.
+
+@gluon.jit
+def _page(pages, i: gl.constexpr):
+    """One of the pages of a tile, all of which every thread holds."""
+    place = gl.arange(0, pages.shape[0], layout=pages.type.layout)
+    return gl.max(gl.where(place == i, pages, -1), 0)
+
+
+@gluon.jit
+def _send(
+    desc, turn, ring, stage, phase, plan, sizes, table, stride_table,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys of a program's split, or its values, into the next tiles of the ring; where it stands then.
+
+    What lies in no page is filled with zeros: no page has the number -1.
     """
-    keys = _count(now[5], now[6], KEYS)
-    values = keys + _count(before[5], before[6], KEYS)
-    more = values + _count(after[5], after[6], KEYS)
-    return before, now, after, keys, values, more, more + keys
-
-
-@gluon.jit
-def _send(ring, queue, n, stage, KEYS: gl.constexpr):
-    """Send for tile ``n`` of a turn, if it is known."""
-    k_desc, v_desc, tiles, full = ring
-    before, now, after, keys, values, more, end = queue
-    if n < end:
-        mbarrier.expect(full.index(stage), k_desc.block_type.nbytes)
-        beyond = n >= values
-        start = gl.where(beyond, gl.where(n < more, values, more), gl.where(n < keys, 0, keys))
-        batch, head, first = now[0], now[1], now[5]
-        if (n >= keys) & (n < values):
-            batch, head, first = before[0], before[1], before[5]
-        if beyond & (n < more):
-            batch, head, first = after[0], after[1], after[5]
-        at = first + (n - start) * KEYS
-        if (n < keys) | (beyond & (n < more)):
-            load_tile(k_desc, [batch, head, at, 0], full.index(stage), tiles.index(stage))
+    tiles, full, free = ring
+    D: gl.constexpr = tiles.shape[2]
+    batch, head, length, _, _, first, last = place_of(item_of_turn(turn), plan, sizes, QUERIES, KEYS)
+    if PAGE > 0:
+        ROWS: gl.constexpr = desc.block_type.shape[2]
+        WIDTH: gl.constexpr = desc.block_type.shape[3]
+        COUNT: gl.constexpr = KEYS // ROWS
+        parts = reinterpret(tiles, tiles.dtype, [STAGES * (D // WIDTH) * COUNT, ROWS, WIDTH], tiles.layout)
+        oldest = oldest_of(length, sizes[3], QUERIES)
+        listed = table + batch.to(gl.int64) * stride_table
+        pages = _pages(listed, first, oldest, last, COUNT, ROWS, PAGE)
+    for i in range(_count(first, last, KEYS)):
+        start = first + i * KEYS
+        if PAGE > 0:
+            these = pages
+            pages = _pages(listed, start + KEYS, oldest, last, COUNT, ROWS, PAGE)
+        mbarrier.wait(free.index(stage), phase)
+        mbarrier.expect(full.index(stage), KEYS * D * tiles.dtype.primitive_bitwidth // 8)
+        if PAGE > 0:
+            for n in gl.static_range(COUNT):
+                page = _page(these, n)
+                for m in gl.static_range(D // WIDTH):
+                    part = parts.index((stage * (D // WIDTH) + m) * COUNT + n)
+                    load_tile(desc, [page, head, start % PAGE if COUNT == 1 else 0, m * WIDTH], full.index(stage), part)
         else:
-            load_tile(v_desc, [batch, head, at, 0], full.index(stage), tiles.index(stage))
+            load_tile(desc, [batch, head, start, 0], full.index(stage), tiles.index(stage))
+        stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
 
 
 @gluon.jit
-def _fill(ring, queue, known, stage, STAGES: gl.constexpr, KEYS: gl.constexpr):
-    """Send for the first tiles of a turn, as many as the ring holds; those that were known before are on their way."""
-    for n in range(gl.minimum(known, STAGES), gl.minimum(queue[6], STAGES)):
-        place = stage + n
-        _send(ring, queue, n, gl.where(place < STAGES, place, place - STAGES), KEYS)
+def _load(
+    what, BATCH: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr
+):
+    """All tiles of a program, in the order in which they are read: keys of a split, then values of the one before.
+
+    Where a split lies is worked out for each anew: see :func:`_count`.
+    """
+    k_desc, v_desc, ring, kept_plan, sizes, table, stride_table = what
+    plan = recalled(kept_plan, BATCH)
+    turns = turns_of(plan[0])
+    stage = 0
+    phase = 1
+    for turn in range(turns + 1):
+        if turn < turns:
+            stage, phase = _send(
+                k_desc, turn, ring, stage, phase, plan, sizes, table, stride_table, QUERIES, KEYS, STAGES, PAGE
+            )  # fmt: skip
+        if turn > 0:
+            stage, phase = _send(
+                v_desc, turn - 1, ring, stage, phase, plan, sizes, table, stride_table, QUERIES, KEYS, STAGES, PAGE
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -164,13 +205,12 @@ def _queries(
 
 @gluon.jit
 def _pass_keys(
-    ring, queue, stage, phase, q_tile, kept, slot, left, scale, softcap,
+    ring, place, stage, phase, q_tile, kept, slot, left, scale, softcap,
     layout: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
-    """Keep the logits of the turn's keys, from ``slot`` on; statistics of each row, and where the ring stands."""
-    _, _, tiles, full = ring
-    now = queue[1]
-    length, first, last = now[2], now[5], now[6]
+    """Keep the logits of the keys of a split, from ``slot`` on; statistics of each row, and where the ring stands."""
+    tiles, full, free = ring
+    length, first, last = place[2], place[5], place[6]
     COLUMNS: gl.constexpr = q_tile.shape[0]
     zero = gl.zeros([KEYS, COLUMNS], gl.float32, layout=layout)
     row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
@@ -184,7 +224,7 @@ def _pass_keys(
         z = warpgroup_mma(tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(0, deps=(z,))
         synchronize()
-        _send(ring, queue, i + STAGES, stage, KEYS)
+        mbarrier.arrive(free.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
         z = z * scale
         if CAPPED:
@@ -205,15 +245,14 @@ def _pass_keys(
 
 @gluon.jit
 def _pass_values(
-    ring, queue, stage, phase, w_tile, kept, slot, left, top, beta,
+    ring, place, stage, phase, w_tile, kept, slot, left, top, beta,
     layout: gl.constexpr, wide: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The sum of the turn's values with their weights, that of the weights, and where the ring stands."""
-    _, v_desc, tiles, full = ring
-    before, keys = queue[0], queue[3]
-    first, last = before[5], before[6]
-    oldest = oldest_of(before[2], left, QUERIES)
-    dtype: gl.constexpr = v_desc.dtype
+    """The sum of the values of a split with their weights, that of the weights, and where the ring stands."""
+    tiles, full, free = ring
+    first, last = place[5], place[6]
+    oldest = oldest_of(place[2], left, QUERIES)
+    dtype: gl.constexpr = tiles.dtype
     COLUMNS: gl.constexpr = w_tile.shape[0]
     D: gl.constexpr = tiles.shape[2]
     hard = beta == float("inf")
@@ -241,7 +280,7 @@ def _pass_values(
         out = warpgroup_mma(tile.permute([1, 0]), w_tile.permute([1, 0]), out, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
         synchronize()
-        _send(ring, queue, keys + i + STAGES, stage, KEYS)
+        mbarrier.arrive(free.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
     return out, gl.sum(weight, 0), stage, phase
 
@@ -283,48 +322,34 @@ def _group_stats(
     return gl.convert_layout(top, layout), gl.convert_layout(total, layout), gl.convert_layout(moment, layout)
 
 
-@gluon.jit(do_not_specialize=WHOLE_NUMBERS)
-def hopper_decode_kernel(
-    query, k_desc, v_desc, lengths, parts, stats, betas, shares, sums, output, counters,
-    stride_qb, stride_qh, stride_ql, stride_part, stride_stats, groups, heads, capacity, left, share, limit,
-    overhead, scale, softcap,
-    lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, QUERIES: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, BATCH: gl.constexpr, TILES: gl.constexpr,
-    SPLITS: gl.constexpr, LINES: gl.constexpr, CHUNK: gl.constexpr,
+@gluon.jit
+def _compute(
+    what, ROWS: gl.constexpr, QUERIES: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr, BATCH: gl.constexpr,
+    TILES: gl.constexpr, SPLITS: gl.constexpr, LINES: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Output, statistics and beta of ``ROWS`` queries for each head; ``counters``, two for each, are 0 at first.
-
-    Splits have at most ``share`` tiles, or as many as is best where it is 0, if each costs ``overhead`` half tiles of
-    keys or values beside those that it has. There is room for ``limit`` of them.
-    """
-    D: gl.constexpr = k_desc.block_type.shape[3]
+    """All splits of a program: their statistics, then the sums of their values, and some of the output in the end."""
+    memory, tensors, numbers, kept_plan, sizes, policy = what
+    ring, q_tile, w_tile, kept = memory
+    query, strides, parts, stats, betas, shares, sums, output, counters = tensors
+    stride_part, stride_stats, scale, softcap = numbers
+    groups, heads, left = sizes[0], sizes[1], sizes[3]
+    c, bounds = policy
+    tiles = ring[0]
+    STAGES: gl.constexpr = tiles.shape[0]
+    KEYS: gl.constexpr = tiles.shape[1]
+    D: gl.constexpr = tiles.shape[2]
+    COLUMNS: gl.constexpr = q_tile.shape[0]
     W: gl.constexpr = gl.num_warps()
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = tiles.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, COLUMNS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [W, 1], [1, 0])
-    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], shared)
-    q_tile = gl.allocate_shared_memory(dtype, [COLUMNS, D], shared)
-    w_tile = gl.allocate_shared_memory(dtype, [COLUMNS, KEYS], shared)
-    kept = gl.allocate_shared_memory(gl.float32, [2 * TILES, KEYS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-    fence_async_shared()
-    synchronize()
-
-    sizes = (groups, heads, capacity, left)
-    strides = (stride_qb, stride_qh, stride_ql)
-    plan = planned(lengths, share, sizes, limit, gl.num_programs(0), overhead, BATCH, TILES, QUERIES, KEYS)
+    plan = recalled(kept_plan, BATCH)
     items = plan[0]
     turns = turns_of(items)
-    ring = (k_desc, v_desc, tiles, full)
     before = (0, 0, 0, 0, 0, 0, 0)
     now = (0, 0, 0, 0, 0, 0, 0)
     after = place_of(item_of_turn(0), plan, sizes, QUERIES, KEYS)
-    _fill(ring, _queue(before, now, after, KEYS), 0, 0, STAGES, KEYS)
     row = gl.arange(0, COLUMNS, layout=row_layout)
     q = _queries(query, strides, after[0], after[1], item_of_turn(0) < items, ROWS, QUERIES, COLUMNS, D, wide)
     later = place_of(item_of_turn(1), plan, sizes, QUERIES, KEYS)
@@ -336,8 +361,6 @@ def hopper_decode_kernel(
         before = now
         now = after
         after = later
-        queue = _queue(before, now, after, KEYS)
-        _fill(ring, queue, queue[4], stage, STAGES, KEYS)
         if turn < turns:  # keys of a split
             item = item_of_turn(turn)
             q_tile.store(q)
@@ -346,7 +369,7 @@ def hopper_decode_kernel(
             there = item_of_turn(turn + 1) < items
             q = _queries(query, strides, after[0], after[1], there, ROWS, QUERIES, COLUMNS, D, wide)
             top, total, moment, stage, phase = _pass_keys(
-                ring, queue, stage, phase, q_tile, kept, turn % 2 * TILES, left, scale, softcap, layout, QUERIES, KEYS,
+                ring, now, stage, phase, q_tile, kept, turn % 2 * TILES, left, scale, softcap, layout, QUERIES, KEYS,
                 STAGES, CAPPED,
             )  # fmt: skip
             later = place_of(item_of_turn(turn + 2), plan, sizes, QUERIES, KEYS)
@@ -371,7 +394,7 @@ def hopper_decode_kernel(
             else:
                 newest, earliest = _row_span(row, length, left, QUERIES)
                 variable = gl.log(gl.maximum(newest + 1 - earliest, 1).to(gl.float32))
-            beta = lowered_beta(variable, (c7, c6, c5, c4, c3, c2, c1, c0), (lo, hi, threshold, floor))
+            beta = lowered_beta(variable, c, bounds)
             writes = row < gl.where(split == 0, ROWS, 0)
             at = pair.to(gl.int64) * ROWS + row
             gl.store(stats + at, gl.where(total > 0, top, -float("inf")), mask=writes)
@@ -379,8 +402,8 @@ def hopper_decode_kernel(
             gl.store(stats + 2 * stride_stats + at, moment, mask=writes)
             gl.store(betas + at, beta, mask=writes)
             out, weight, stage, phase = _pass_values(
-                ring, queue, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, left, top, beta, layout, wide, QUERIES,
-                KEYS, STAGES,
+                ring, before, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, left, top, beta, layout, wide,
+                QUERIES, KEYS, STAGES,
             )  # fmt: skip
             column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(1, layout)), 1)
             inside = gl.expand_dims(row < ROWS, 0) & (column >= 0)
@@ -429,3 +452,56 @@ def _combine(
     column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, flat)), 0)
     place = output + (pair.to(gl.int64) * ROWS + line) * D + column
     gl.store(place, whole.to(output.dtype.element_ty), mask=(line < ROWS) & (column >= 0))
+
+
+@gluon.jit(do_not_specialize=WHOLE_NUMBERS)
+def hopper_decode_kernel(
+    query, k_desc, v_desc, lengths, table, parts, stats, betas, shares, sums, output, counters,
+    stride_qb, stride_qh, stride_ql, stride_table, stride_part, stride_stats, groups, heads, capacity, left, share,
+    limit, overhead, scale, softcap,
+    lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, QUERIES: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, BATCH: gl.constexpr, TILES: gl.constexpr,
+    SPLITS: gl.constexpr, LINES: gl.constexpr, CHUNK: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Output, statistics and beta of ``ROWS`` queries for each head; ``counters``, two for each, are 0 at first.
+
+    Splits have at most ``share`` tiles, or as many as is best where it is 0, if each costs ``overhead`` half tiles of
+    keys or values beside those that it has. There is room for ``limit`` of them. ``table`` lists pages, of ``PAGE``
+    keys each.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], shared)
+    q_tile = gl.allocate_shared_memory(dtype, [COLUMNS, D], shared)
+    w_tile = gl.allocate_shared_memory(dtype, [COLUMNS, KEYS], shared)
+    kept = gl.allocate_shared_memory(gl.float32, [2 * TILES, KEYS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    kept_valid = gl.allocate_shared_memory(gl.int32, [BATCH], flat)
+    kept_firsts = gl.allocate_shared_memory(gl.int32, [BATCH], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    fence_async_shared()
+    sizes = (groups, heads, capacity, left)
+    items, share, valid, firsts = planned(
+        lengths, share, sizes, limit, gl.num_programs(0), overhead, BATCH, TILES, QUERIES, KEYS
+    )  # fmt: skip
+    kept_valid.store(valid)
+    kept_firsts.store(firsts)
+    synchronize()
+    kept_plan = (items, share, kept_valid, kept_firsts)
+    ring = (tiles, full, free)
+    tensors = (
+        query, (stride_qb, stride_qh, stride_ql), parts, stats, betas, shares, sums, output, counters
+    )  # fmt: skip
+    numbers = (stride_part, stride_stats, scale, softcap)
+    policy = ((c7, c6, c5, c4, c3, c2, c1, c0), (lo, hi, threshold, floor))
+    what = ((ring, q_tile, w_tile, kept), tensors, numbers, kept_plan, sizes, policy)
+    load = (k_desc, v_desc, ring, kept_plan, sizes, table, stride_table)
+    gl.warp_specialize([
+        (_compute, (what, ROWS, QUERIES, CAPPED, ENTROPY, BATCH, TILES, SPLITS, LINES, CHUNK)),
+        (_load, (load, BATCH, QUERIES, KEYS, STAGES, PAGE)),
+    ], [1], [LOAD_REGISTERS])  # fmt: skip

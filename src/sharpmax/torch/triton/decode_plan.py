@@ -74,7 +74,7 @@ def planned(
     lengths, share, sizes, limit, programs, overhead,
     BATCH: gl.constexpr, TILES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """How many splits there are, the most tiles of one, and batch elements with the valid keys and first split of each.
+    """How many splits there are, the most tiles of one, and the valid keys and the first split of each batch element.
 
     Of elements of the same length, ``BATCH`` of 1 stands for all. Splits are at most ``limit``; a head has at most one
     for each program. Splits of more tiles come first, so that those of a turn are about equal. ``TILES`` is one less
@@ -104,7 +104,15 @@ def planned(
         equal = gl.where(size == level, gl.expand_dims(counts, 1), 0)
         before = gl.associative_scan(equal, 0, _sum) - equal + gl.expand_dims(larger, 0)
         firsts = gl.where(there, gl.sum(gl.where(size == level, before, 0), 1), 0x7FFFFFFF)
-    return _uniform(gl.sum(counts, 0)), share, batch, valid, firsts
+    return _uniform(gl.sum(counts, 0)), share, valid, firsts
+
+
+@gluon.jit
+def recalled(kept, BATCH: gl.constexpr):
+    """The plan for those warps that ask, whose numbers of batch elements lie in shared memory; with these elements."""
+    items, share, valid, firsts = kept
+    layout: gl.constexpr = gl.BlockedLayout([max(BATCH // 32, 1)], [32], [gl.num_warps()], [0])
+    return items, share, gl.arange(0, BATCH, layout=layout), valid.load(layout), firsts.load(layout)
 
 
 @gluon.jit
