@@ -443,11 +443,12 @@ def type_of(name, made, flags):
         return "*i32"
     return "*fp32" if name in FLOATS else "i32" if name in decode_hopper_kernel.WHOLE_NUMBERS else "fp32"
 
-for width, dtype, rows, columns, splits, batch, page in (
-    (128, torch.bfloat16, 8, 8, 128, 1, 0),
-    (128, torch.bfloat16, 8, 8, 128, 256, 0),
-    (64, torch.float16, 12, 16, 1, 64, 0),
-    (128, torch.bfloat16, 8, 8, 128, 256, 16),
+for width, dtype, rows, columns, splits, batch, page, lines in (
+    (128, torch.bfloat16, 8, 8, 128, 1, 0, 1),
+    (128, torch.bfloat16, 8, 8, 128, 256, 0, 1),
+    (128, torch.bfloat16, 8, 8, 128, 256, 0, 8),
+    (64, torch.float16, 12, 16, 1, 64, 0, 16),
+    (128, torch.bfloat16, 8, 8, 128, 256, 16, 8),
 ):
     sizes = (page, decode_hopper.PIECE) if page else (decode_hopper.KEYS, width)
     made = hopper.descriptor(torch.zeros(1, 1, 256, width, dtype=dtype), *sizes)
@@ -455,7 +456,7 @@ for width, dtype, rows, columns, splits, batch, page in (
     flags = {
         "ROWS": rows, "COLUMNS": columns, "QUERIES": 1, "CAPPED": False, "ENTROPY": True, "KEYS": decode_hopper.KEYS,
         "STAGES": decode_hopper.STAGES[width], "BATCH": batch, "TILES": decode_hopper.TILES[columns],
-        "SPLITS": splits, "LINES": 1, "CHUNK": decode_hopper.PARTS, "D": width, "PAGE": page,
+        "SPLITS": splits, "LINES": lines, "CHUNK": decode_hopper.PARTS // lines, "D": width, "PAGE": page,
     } | ({"lengths": None} if batch == 1 else {}) | ({} if page else {"table": None})
     source = GluonASTSource(kernel, {name: type_of(name, made, flags) for name in kernel.arg_names}, flags)
     options = {"num_warps": decode_hopper.WARPS, "launch_cooperative_grid": True}
@@ -469,6 +470,6 @@ def test_it_compiles_for_hopper_without_a_gpu_and_keeps_both_products() -> None:
     pytest.importorskip("triton.experimental.gluon._runtime")
     found = [tuple(map(int, line.split()[1:])) for line in printed(COMPILE).splitlines() if line.startswith("kernel")]
     shared, products, copies = zip(*found, strict=True)
-    assert products == (2 * 2 * 8, 2 * 2 * 8, 2 * 2 * 4, 2 * 2 * 8)
-    assert copies == (2 * 2, 2 * 2, 2, 2 * 8 * 2)  # of keys and of values, each by 64 columns, and by pages
+    assert products == (2 * 2 * 8, 2 * 2 * 8, 2 * 2 * 8, 2 * 2 * 4, 2 * 2 * 8)
+    assert copies == (2 * 2, 2 * 2, 2 * 2, 2, 2 * 8 * 2)  # of keys and of values, each by 64 columns, and by pages
     assert max(shared) <= 227 * 1024  # what a program may have

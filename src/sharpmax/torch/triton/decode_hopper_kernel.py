@@ -432,7 +432,9 @@ def _combine(
     ROWS: gl.constexpr, LINES: gl.constexpr, D: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Some rows of a head's output: the sum of all parts over the sum of all weights."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [32 // (D // 4), 1, D // 4], [gl.num_warps(), 1, 1], [2, 1, 0])
+    W: gl.constexpr = gl.num_warps()
+    warps: gl.constexpr = [W, 1, 1] if LINES < W else [1, W, 1]  # along lines, there is nothing to add up across warps
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [32 // (D // 4), 1, D // 4], warps, [2, 1, 0])
     flat: gl.constexpr = gl.SliceLayout(0, layout)
     each = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1)
     line = first_line + gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0)
