@@ -22,6 +22,7 @@ from tests.torch.decode_cases import (
     nan_beyond,
     oracle,
     padding,
+    paged,
     paper,
     with_offset,
 )
@@ -59,7 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launch = decode_hopper.decode
 
     def counted(*arguments: Any) -> None:
-        asked.append(arguments[9])
+        asked.append(arguments[10])
         launch(*arguments)
 
     monkeypatch.setattr(decode_hopper, "decode", counted)
@@ -80,11 +81,12 @@ def run(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    table: Tensor | None = None,
 ) -> Attention:
     query, key, value = tensors
     valid = lengths_of(lengths, "cuda") if isinstance(lengths, list) else lengths
     geometry = geometry_of(query, "lower_right", scale, window, softcap)
-    result = _triton_attention(query, _Cache(key, value, None, valid), geometry, policy, True, splits)
+    result = _triton_attention(query, _Cache(key, value, table, valid), geometry, policy, True, splits)
     assert isinstance(result, Attention)
     return result
 
@@ -254,6 +256,74 @@ def test_a_captured_graph_follows_the_lengths(launches: list[int]) -> None:
         check(result, oracle(*tensors, now, paper), 3e-2)
 
 
+def in_pages(
+    tensors: tuple[Tensor, Tensor, Tensor], lengths: list[int], size: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The caches as scattered pages, which hold NaN where nothing is valid, and their table."""
+    (key, table), (value, _) = (paged(cache, lengths, size) for cache in tensors[1:])
+    return (tensors[0], key, value), table
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 32, 64, 128, 256, 384])
+@pytest.mark.parametrize("sizes", [NARROW, WIDE, {"heads": 16, "kv_heads": 1, "queries": 1, **WIDE}], ids=str)
+def test_pages(page: int, sizes: dict[str, Any], launches: list[int]) -> None:
+    lengths = [0, 1, 2, 15, 16, 17, 127, 128, 129, 700]
+    tensors = made(batch=10, **sizes)
+    pages, table = in_pages(tensors, lengths, page)
+    expected = oracle(*tensors, lengths, paper)
+    for splits in (0, 1, 4):
+        check(run(pages, lengths, table=table, splits=splits), expected, 3e-2)
+    assert launches == [0, 1, 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("window", [5, 300])
+def test_pages_before_the_window_are_not_read(page: int, window: int, launches: list[int]) -> None:
+    lengths = [700, 333, 130]
+    tensors = made(batch=3)
+    expected = oracle(*tensors, lengths, paper, window=window)
+    nan_before = [max(n - tensors[0].shape[2] - window + 1, 0) // page for n in lengths]
+    pages, table = in_pages(tensors, lengths, page)
+    for b, first in enumerate(nan_before):
+        for cache in pages[1:]:
+            cache[table[b, :first].long()] = math.nan
+        table[b, :first] = 2**31 - 1 if b else -5
+    check(run(pages, lengths, table=table, window=window, splits=2), expected, 3e-2)
+    assert launches == [2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [0, 5, 132])
+def test_pages_give_the_bits_of_a_contiguous_cache(splits: int, launches: list[int]) -> None:
+    tensors = made(batch=40, heads=16, kv_heads=8, queries=1, capacity=1900, **WIDE)
+    lengths = [47 * i % 1901 for i in range(40)]
+    pages, table = in_pages(tensors, lengths, 16)
+    expected = run(tensors, lengths, splits=splits)
+    for _ in range(3):
+        result = run(pages, lengths, table=table, splits=splits)
+        torch.testing.assert_close(result.output, expected.output, atol=0, rtol=0)
+        torch.testing.assert_close(result.beta, expected.beta, atol=0, rtol=0)
+    assert len(launches) == 4
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_the_table(launches: list[int]) -> None:
+    tensors = made(queries=1, batch=4, capacity=3000)
+    lengths = lengths_of([3000] * 4, "cuda")
+    pages, table = in_pages(tensors, [3000] * 4, 16)
+    listed = table.clone()
+    graph, result = captured(lambda: run(pages, lengths, table=listed))
+    assert launches == [0, 0]
+    for now, order in (([3000, 300, 5, 0], [0, 1, 2, 3]), ([1, 77, 2999, 1500], [3, 0, 2, 1])):
+        lengths.copy_(lengths_of(now))
+        listed.copy_(table[order])
+        graph.replay()
+        query, *caches = tensors
+        check(result, oracle(query, *(cache[order] for cache in caches), now, paper), 3e-2)
+
+
 @pytest.mark.gpu
 def test_two_at_once_do_not_wait_for_each_other(launches: list[int]) -> None:
     tensors = made(batch=16, heads=16, kv_heads=8, queries=1, capacity=1900)
@@ -304,7 +374,14 @@ def test_what_is_served() -> None:
     assert "two-byte" in refusal({}, torch.float32)
     assert "as wide" in refusal({"value_dim": 128})
     assert "mask" in refusal({}, mask=padding())
-    assert "pages" in refusal({}, table=torch.zeros(2, 4, dtype=torch.int32))
+    table = torch.zeros(2, 40, dtype=torch.int32)
+    for page, served in ((8, False), (16, True), (48, False), (128, True), (192, False), (256, True)):
+        paged = {"kv_heads": page, "capacity": 2}  # [pages, keys of a page, heads, columns]
+        query = inputs(**NARROW, dtype=torch.float16)[0]
+        key, value = inputs(**(NARROW | paged), dtype=torch.float16)[1:]
+        found = decode_hopper.refusal(query, key, value, table, torch.ones(2), None)
+        assert (found == "") == served
+        assert served or "pages" in found
     assert "empty" in refusal({"capacity": 0})
     assert not refusal({"batch": 257, "capacity": 10})
     assert not refusal({"batch": 256, "capacity": 10}, lengths=torch.zeros(256, dtype=torch.int32))
@@ -338,8 +415,11 @@ def test_other_devices_and_versions_are_refused(monkeypatch: pytest.MonkeyPatch)
     ids=str,
 )
 def test_when_it_pays(shape: tuple[int, int, int], left: int, expected: bool) -> None:
-    query, key = (torch.empty(size, device="meta") for size in ((shape[0], shape[1], 1, 64), (*shape, 64)))
-    assert decode_hopper.pays(query, key, left) == expected
+    batch, heads, length = shape
+    query, key = (torch.empty(size, device="meta") for size in ((batch, heads, 1, 64), (*shape, 64)))
+    assert decode_hopper.pays(query, key, None, left) == expected
+    pages, table = torch.empty((9, 16, heads, 64), device="meta"), torch.empty((batch, length // 16), device="meta")
+    assert decode_hopper.pays(query, pages, table, left) == expected
 
 
 COMPILE = """
@@ -359,31 +439,37 @@ def type_of(name, made, flags):
         return f"*{dtype}"
     if name in flags:
         return "constexpr"
-    if name in ("lengths", "counters"):
+    if name in ("lengths", "table", "counters"):
         return "*i32"
     return "*fp32" if name in FLOATS else "i32" if name in decode_hopper_kernel.WHOLE_NUMBERS else "fp32"
 
-for width, dtype, rows, columns, splits, batch in (
-    (128, torch.bfloat16, 8, 8, 128, 1),
-    (128, torch.bfloat16, 8, 8, 128, 256),
-    (64, torch.float16, 12, 16, 1, 64),
+for width, dtype, rows, columns, splits, batch, page, lines in (
+    (128, torch.bfloat16, 8, 8, 128, 1, 0, 1),
+    (128, torch.bfloat16, 8, 8, 128, 256, 0, 1),
+    (128, torch.bfloat16, 8, 8, 128, 256, 0, 8),
+    (64, torch.float16, 12, 16, 1, 64, 0, 16),
+    (128, torch.bfloat16, 8, 8, 128, 256, 16, 8),
 ):
-    made = hopper.descriptor(torch.zeros(1, 1, 256, width, dtype=dtype), decode_hopper.KEYS)
+    sizes = (page, decode_hopper.PIECE) if page else (decode_hopper.KEYS, width)
+    made = hopper.descriptor(torch.zeros(1, 1, 256, width, dtype=dtype), *sizes)
     kernel = decode_hopper_kernel.hopper_decode_kernel
     flags = {
         "ROWS": rows, "COLUMNS": columns, "QUERIES": 1, "CAPPED": False, "ENTROPY": True, "KEYS": decode_hopper.KEYS,
         "STAGES": decode_hopper.STAGES[width], "BATCH": batch, "TILES": decode_hopper.TILES[columns],
-        "SPLITS": splits, "LINES": 1, "CHUNK": decode_hopper.PARTS,
-    } | ({"lengths": None} if batch == 1 else {})
+        "SPLITS": splits, "LINES": lines, "CHUNK": decode_hopper.PARTS // lines, "D": width, "PAGE": page,
+    } | ({"lengths": None} if batch == 1 else {}) | ({} if page else {"table": None})
     source = GluonASTSource(kernel, {name: type_of(name, made, flags) for name in kernel.arg_names}, flags)
     options = {"num_warps": decode_hopper.WARPS, "launch_cooperative_grid": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print("kernel", compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
+    ptx = compiled.asm["ptx"]
+    print("kernel", compiled.metadata.shared, ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor"))
 """
 
 
 def test_it_compiles_for_hopper_without_a_gpu_and_keeps_both_products() -> None:
     pytest.importorskip("triton.experimental.gluon._runtime")
     found = [tuple(map(int, line.split()[1:])) for line in printed(COMPILE).splitlines() if line.startswith("kernel")]
-    assert [products for _, products in found] == [2 * 2 * 8, 2 * 2 * 8, 2 * 2 * 4]
-    assert max(shared for shared, _ in found) <= 227 * 1024  # what a program may have
+    shared, products, copies = zip(*found, strict=True)
+    assert products == (2 * 2 * 8, 2 * 2 * 8, 2 * 2 * 8, 2 * 2 * 4, 2 * 2 * 8)
+    assert copies == (2 * 2, 2 * 2, 2 * 2, 2, 2 * 8 * 2)  # of keys and of values, each by 64 columns, and by pages
+    assert max(shared) <= 227 * 1024  # what a program may have

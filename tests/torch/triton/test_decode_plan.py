@@ -31,9 +31,7 @@ def plan_functions() -> types.SimpleNamespace:
     pytest.importorskip("triton.experimental.gluon")
     from sharpmax.torch.triton import decode_plan
 
-    def load(pointer: Pointer, mask: Tensor | None) -> Tensor:
-        if mask is None:
-            return pointer.values[pointer.at]
+    def load(pointer: Pointer, mask: Tensor) -> Tensor:
         there = torch.where(mask, pointer.at, 0)
         return torch.where(mask, pointer.values[there], torch.full_like(there, 12345678))  # anything may be there
 
@@ -60,15 +58,16 @@ def plan_functions() -> types.SimpleNamespace:
     )
     names: dict[str, Any] = {"gl": language, "__builtins__": builtins, "_uniform": lambda x: x}
     for name in (
-        "_length",
+        "_valid",
+        "oldest_of",
         "_sight",
         "_pieces",
         "_sum",
         "_suitable_share",
         "planned",
+        "recalled",
         "place_of",
         "splits_of",
-        "span_of",
     ):
         function = getattr(decode_plan, name).fn
         names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
@@ -80,15 +79,17 @@ def check_plan(
 ) -> None:
     """Every key in sight belongs to one split, splits are as the kernel needs them, and cost as little as can be."""
     functions, keys, queries = plan_functions(), decode_hopper.KEYS, 2
-    query, key = (torch.empty((batch, heads, n, 64), device="meta") for n in (queries, capacity))
-    highest = decode_hopper._most_tiles(query, key, left)
+    highest = decode_hopper.most_tiles(capacity, queries, left)
     programs, share, limit, most_splits = decode_hopper.bounds(batch * heads, highest, most, splits, 132)
     given = None if lengths is None else Pointer(torch.tensor(lengths, dtype=torch.int32))
     sizes = tuple(torch.tensor(n, dtype=torch.int32) for n in (batch * heads, heads, capacity, left))
-    plan = functions.planned(
-        given, torch.tensor(share, dtype=torch.int32), sizes, limit, programs, decode_hopper.OVERHEAD,
-        1 if given is None else decode_hopper._padded(batch), most, queries, keys,
+    size = 1 if given is None else decode_hopper._padded(batch)
+    *numbers, counted, begun = functions.planned(
+        given, torch.tensor(share, dtype=torch.int32), sizes, limit, programs, decode_hopper.OVERHEAD, size, most,
+        queries, keys,
     )  # fmt: skip
+    kept = (types.SimpleNamespace(load=lambda _, x=x: x) for x in (counted, begun))
+    plan = functions.recalled((*numbers, *kept), size)
     items, chosen = int(plan[0]), int(plan[1])
     valid = [capacity] * batch if lengths is None else [min(max(n, 0), capacity) for n in lengths]
     oldest = [max(n - queries - left, 0) if left >= 0 else 0 for n in valid]
@@ -111,14 +112,14 @@ def check_plan(
         assert count <= min(programs, most_splits)
         for head in range(heads):
             pair = torch.tensor(b * heads + head, dtype=torch.int32)
-            start, found = (int(n) for n in functions.splits_of(pair, plan, sizes, given, queries, keys))
+            start, found = (int(n) for n in functions.splits_of(pair, plan, sizes, queries, keys))
             assert found == count
             at = oldest[b] // keys * keys
             for split in range(count):
                 item = torch.tensor(start + split, dtype=torch.int32)
-                place = functions.place_of(item, plan, sizes, given, queries, keys)
-                assert [int(n) for n in place] == [b, head, valid[b], split, count]
-                _, first, last = (int(n) for n in functions.span_of(*place[2:], sizes, queries, keys))
+                place = functions.place_of(item, plan, sizes, queries, keys)
+                *found, first, last = (int(n) for n in place)
+                assert found == [b, head, valid[b], split, count]
                 assert first == at
                 assert last > first or valid[b] == 0
                 assert lengths_of_items[item] == -1
@@ -128,6 +129,9 @@ def check_plan(
             assert at == valid[b]
     assert lengths_of_items == sorted(lengths_of_items, reverse=True)
     assert min(lengths_of_items) >= 0
+    for item in (items, items + 1, items + programs, items + 3 * programs):  # beyond all
+        *_, first, last = functions.place_of(torch.tensor(item, dtype=torch.int32), plan, sizes, queries, keys)
+        assert first == last
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -128,14 +128,18 @@ def test_where_the_policy_is_flat_beta_is_a_constant() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [30.0, 300.0, -300.0])
 def test_what_keys_have_in_common_is_not_felt(offset: float) -> None:
-    """Logits that all are ``offset`` away from others: no worse than where the statistics' gradient has its own."""
+    """Logits that all are ``offset`` away from others: no worse than where the statistics' gradient has its own.
+
+    In the column that all keys have in common, dq is 0 but for rounding: of one factor there, of two here.
+    """
     given = inputs(replace(PLAIN, geometry=FULL), torch.bfloat16, "cuda")
     given.q[..., 0] = 1.1
     given.k[..., 0] = offset / 0.11
-    expected = exact(given)
-    ours, theirs = errors(in_one_piece(given)[0], expected), errors(in_two_pieces(given), expected)
-    for name, a, b in zip(("dq", "dk", "dv"), ours, theirs, strict=True):
-        assert a <= 1.2 * b, name
+    ours, theirs = in_one_piece(given)[0], in_two_pieces(given)
+    assert float(ours[0][..., 0].norm()) <= 2 * float(theirs[0][..., 0].norm())
+    expected, ours, theirs = ((dq[..., 1:], *rest) for dq, *rest in (exact(given), ours, theirs))
+    for name, a, b in zip(("dq", "dk", "dv"), errors(ours, expected), errors(theirs, expected), strict=True):
+        assert a <= 1.05 * b, name
 
 
 @pytest.mark.gpu

@@ -58,9 +58,9 @@ def decode(
     if stats.numel() == 0:
         return output, stats, beta
     refused = decode_hopper.refusal(query, key, value, table, lengths, mask)
-    if not refused and decode_hopper.pays(query, key, left):
+    if not refused and decode_hopper.pays(query, key, table, left):
         decode_hopper.decode(
-            query, key, value, lengths, scale, softcap, left, entropy, numbers, splits, (output, stats, beta)
+            query, key, value, table, lengths, scale, softcap, left, entropy, numbers, splits, (output, stats, beta)
         )
     else:
         layout = layout_of(query.shape, key, table, max(query.shape[-1], value.shape[-1]), splits)

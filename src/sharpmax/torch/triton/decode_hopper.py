@@ -7,13 +7,13 @@ refuses the launch with an error that says so.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import hopper
 from .decode_kernel import POLICY_NUMBERS
+from .decode_portable import capacity_of, heads_of
 from .launch import FORMS, OPTIONS, Form, Launch, form_of
 
 KEYS = 128
@@ -35,8 +35,10 @@ SPLITS = 128
 """Splits of a head whose statistics are merged at once."""
 PARTS = 64
 """Rows of partial outputs that a program adds up at a time."""
-
-Sized = Tensor | Form
+LEAST_PAGE = 16
+"""Keys of the smallest pages: with smaller ones, a tile would come in too many pieces."""
+PIECE = 64
+"""Columns of a piece of a tile: as far as the copy engine goes without a gap."""
 
 
 def refusal(
@@ -45,28 +47,31 @@ def refusal(
     """What the kernel does not serve of a call, or nothing where it serves all of it."""
     if not hopper.is_hopper(query.device) or hopper.version() not in hopper.RUN_WITH:
         return "other than Hopper GPUs and the versions of Triton that it was run with"
-    if table is not None or mask is not None:
-        return "pages or a mask"
+    if mask is not None:
+        return "a mask"
+    if table is not None and (key.shape[1] < LEAST_PAGE or (KEYS % key.shape[1] and key.shape[1] % KEYS)):
+        return f"pages that neither divide {KEYS} keys, {LEAST_PAGE} or more of them, nor are a multiple of that"
     if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] not in STAGES:
         return "heads other than of 64 or 128 columns in a two-byte type"
     if value.shape[-1] != query.shape[-1]:
         return "values that are not as wide as keys"
     if min(query.numel(), key.numel()) == 0:
         return "empty tensors"
-    if _rows(query, key) > max(TILES):
+    rows = _rows(query.shape, heads_of(key, table))
+    if rows > max(TILES):
         return f"more than {max(TILES)} queries for a head of the cache"
-    if lengths is not None and key.shape[0] > MOST_BATCH:
+    if lengths is not None and query.shape[0] > MOST_BATCH:
         return f"more than {MOST_BATCH} batch elements with lengths of their own"
     if query.stride(-1) != 1 or hopper.strides(form_of(key)) is None or hopper.strides(form_of(value)) is None:
         return "rows that are not contiguous or do not begin at multiples of 16 bytes"
-    if -(-key.shape[2] // KEYS) > TILES[_columns(query, key)] * hopper.processors(query.device):
+    if -(-capacity_of(key, table) // KEYS) > TILES[_columns(rows)] * hopper.processors(query.device):
         return "caches whose logits do not fit into shared memory"
     return ""
 
 
-def pays(query: Tensor, key: Tensor, left: int) -> bool:
+def pays(query: Tensor, key: Tensor, table: Tensor | None, left: int) -> bool:
     """Whether to take the kernel where it serves: with keys for all processors, as far as the host can tell."""
-    tiles = key.shape[0] * key.shape[1] * _most_tiles(query, key, left)
+    tiles = query.shape[0] * heads_of(key, table) * most_tiles(capacity_of(key, table), query.shape[2], left)
     return tiles >= LEAST_TILES * hopper.processors(query.device)
 
 
@@ -74,6 +79,7 @@ def decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    table: Tensor | None,
     lengths: Tensor | None,
     scale: float,
     softcap: float,
@@ -85,8 +91,11 @@ def decode(
 ) -> None:
     """Fill output, statistics and beta; 0 splits for numbers of them that suit the lengths, else those of most keys."""
     output, stats, beta = outputs
-    groups, rows = key.shape[0] * key.shape[1], _rows(query, key)
-    forms = (form_of(query), form_of(key), form_of(value))
+    if table is not None:
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+    heads = key.shape[1]
+    rows = _rows(query.shape, heads)
+    forms = (form_of(query), form_of(key), form_of(value), None if table is None else form_of(table))
     run, limit, parted = _decode_launch(
         *forms, lengths is not None, scale, softcap, left, entropy, tuple(numbers), splits, beta.numel()
     )
@@ -96,36 +105,43 @@ def decode(
         "key": key,
         "value": value,
         "lengths": lengths,
+        "table": table,
         "parts": stats.new_empty((3, limit, rows)),
         "stats": stats,
         "betas": beta,
         "shares": stats.new_empty((limit, rows, query.shape[-1])) if parted else sums,
         "sums": sums,
         "output": output,
-        "counters": torch.zeros(2 * groups, dtype=torch.int32, device=query.device),
+        "counters": torch.zeros(2 * query.shape[0] * heads, dtype=torch.int32, device=query.device),
     }
     run(given, query)
 
 
 @functools.lru_cache(FORMS)
 def _decode_launch(
-    query: Form, key: Form, value: Form, with_lengths: bool, scale: float, softcap: float, left: int, entropy: bool,
-    policy: tuple[float, ...], splits: int, rows_in_all: int,
+    query: Form, key: Form, value: Form, table: Form | None, with_lengths: bool, scale: float, softcap: float,
+    left: int, entropy: bool, policy: tuple[float, ...], splits: int, rows_in_all: int,
 ) -> tuple[Launch, int, bool]:  # fmt: skip
-    """The launch, for how many splits it wants room, and whether a head may have several."""
+    """The launch, for how many splits it wants room, and whether a head may have several.
+
+    Keys and values are ``[batch, heads, keys, columns]``, or, with a table, ``[pages, heads, keys, columns]``.
+    """
     from .decode_hopper_kernel import hopper_decode_kernel
 
     batch, _, queries, dim = query.shape
-    heads, capacity = key.shape[1:3]
-    rows, columns = _rows(query, key), _columns(query, key)
+    heads, length = key.shape[1:3]
+    page, capacity = (0, length) if table is None else (length, table.shape[1] * length)
+    rows = _rows(query.shape, heads)
+    columns = _columns(rows)
     groups, most = batch * heads, TILES[columns]
     programs, share, limit, splits = bounds(
-        groups, _most_tiles(query, key, left), most, splits, hopper.processors(query.device)
+        groups, most_tiles(capacity, queries, left), most, splits, hopper.processors(query.device)
     )
     lines = 1 if groups * columns <= programs else columns
     numbers = {
         **dict(zip(("stride_qb", "stride_qh", "stride_ql"), query.strides, strict=False)),
         **dict(zip(POLICY_NUMBERS, policy, strict=True)),
+        "stride_table": 0 if table is None else table.strides[0],
         "stride_part": limit * rows,
         "stride_stats": rows_in_all,
         "groups": groups,
@@ -149,15 +165,13 @@ def _decode_launch(
         "SPLITS": min(_power_of_2(splits), SPLITS),
         "LINES": lines,
         "CHUNK": PARTS // lines,
+        "D": dim,
+        "PAGE": page,
     }
-    made = {"k_desc": ("key", _tiles), "v_desc": ("value", _tiles)}
+    tiles = functools.partial(hopper.descriptor, rows=min(page or KEYS, KEYS), columns=PIECE if page else dim)
+    made = {"k_desc": ("key", tiles), "v_desc": ("value", tiles)}
     options = {"num_warps": WARPS, "launch_cooperative_grid": True, **OPTIONS}
     return Launch(hopper_decode_kernel, programs, numbers, options, made=made), limit, splits > 1
-
-
-def _tiles(cache: Tensor) -> Any:
-    """Keys or values as the copy engine takes them."""
-    return hopper.descriptor(cache, KEYS)
 
 
 def bounds(groups: int, tiles: int, most: int, splits: int, processors: int) -> tuple[int, int, int, int]:
@@ -177,19 +191,19 @@ def _padded(batch: int) -> int:
     return 1 if batch == 1 else max(32, _power_of_2(batch))
 
 
-def _rows(query: Sized, key: Sized) -> int:
-    """Queries that share a head of the cache."""
-    return query.shape[1] // key.shape[1] * query.shape[2]
-
-
-def _columns(query: Sized, key: Sized) -> int:
-    return min(TILES) if _rows(query, key) <= min(TILES) else max(TILES)
-
-
-def _most_tiles(query: Sized, key: Sized, left: int) -> int:
+def most_tiles(capacity: int, queries: int, left: int) -> int:
     """The most tiles of keys that a head may have in sight."""
-    blocks = -(-key.shape[2] // KEYS)
-    return blocks if left < 0 else min(blocks, (left + query.shape[2]) // KEYS + 2)
+    blocks = -(-capacity // KEYS)
+    return blocks if left < 0 else min(blocks, (left + queries) // KEYS + 2)
+
+
+def _rows(query: tuple[int, ...], heads: int) -> int:
+    """Queries that share one of the heads of a cache."""
+    return query[1] // heads * query[2]
+
+
+def _columns(rows: int) -> int:
+    return min(TILES) if rows <= min(TILES) else max(TILES)
 
 
 def _power_of_2(n: int) -> int:

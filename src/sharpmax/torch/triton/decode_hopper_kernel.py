@@ -3,8 +3,10 @@
 What the three kernels of ``decode_kernel`` give. A group of programs shares the keys of the rows that use one head of
 the cache. Each program goes through the keys of its split, keeps their logits in shared memory and publishes their
 statistics. With those of the whole group it has beta, and goes through the values of the split. In between come the
-keys of its next split, so that it hardly waits for others. Keys and values come by TMA through one ring of tiles, which
-is refilled all the time. In the end, parts of the output are added up.
+keys of its next split, so that it hardly waits for others. In the end, parts of the output are added up.
+
+One warp copies keys and values into a ring of tiles (TMA), as far ahead of the others as the ring allows. From a cache
+of pages a tile comes in pieces, one for each page and 64 columns.
 
 Products are transposed: keys (or columns of values) are the rows of a tile, of which a warpgroup takes 64, and queries
 its columns, of which 8 suffice. A thread finds the logits that it kept where it put them.
@@ -16,7 +18,8 @@ No program waits for ever. All run at once (a cooperative launch), and each publ
 turn before it waits for others, for the split of the turn before. A head has no more splits than there are programs, so
 they lie in two turns that follow each other: what a program waits for is of its own turn or of one before. With all
 statistics of earlier turns published, none waits for ever before it publishes those of the next, and so on for all
-turns. No program waits for parts of the output before it has published all its own.
+turns. No program waits for parts of the output before it has published all its own. The warp that copies waits for
+tiles that were read, and for nothing else.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -32,13 +35,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .decode_kernel import LOG2E, MASKED
-from .decode_plan import place_of, planned, span_of, splits_of
-from .hopper_kernel import advance, ex2, item_of_turn, load_tile, lowered_beta, synchronize, turns_of
+from .decode_plan import oldest_of, place_of, planned, recalled, splits_of
+from .hopper_kernel import advance, ex2, item_of_turn, load_tile, lowered_beta, reinterpret, synchronize, turns_of
 
 WHOLE_NUMBERS = (
-    "stride_qb", "stride_qh", "stride_ql", "stride_part", "stride_stats",
+    "stride_qb", "stride_qh", "stride_ql", "stride_table", "stride_part", "stride_stats",
     "groups", "heads", "capacity", "left", "share", "limit", "overhead",
 )  # fmt: skip
+LOAD_REGISTERS = gl.constexpr(96)
+"""Registers of a thread of the warp that copies."""
+SLICE = gl.constexpr(32)
+"""Rows of a tile of values that are cleared at a time: all of them at once take more registers than there are."""
+FEW = gl.constexpr(32)
+"""Splits of a head whose statistics are merged at once where they are no more, however many there might be."""
 
 
 @gluon.jit
@@ -59,32 +68,81 @@ def _row_span(row, length, left, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(cursor, ring, plan, sizes, lengths, STAGES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Send for the next tile of the program, if there is one: keys of a split, then values of the split before it."""
-    step, at, blocks, batch, head, first, count, v_batch, v_head, v_first, v_count, stage = cursor
-    k_desc, v_desc, tiles, full, turns = ring
-    while (at == blocks) & (step < 2 * turns + 1):
-        step += 1
-        at = 0
-        if step % 2 == 0:
-            v_batch, v_head, v_first, v_count = batch, head, first, count
-            count = 0
-            if step < 2 * turns:
-                batch, head, length, split, splits = place_of(
-                    item_of_turn(step // 2), plan, sizes, lengths, QUERIES, KEYS
-                )
-                _, first, last = span_of(length, split, splits, sizes, QUERIES, KEYS)
-                count = _count(first, last, KEYS)
-        blocks = gl.where(step % 2 == 0, count, v_count)
-    if at < blocks:
-        mbarrier.expect(full.index(stage), k_desc.block_type.nbytes)
-        if step % 2 == 0:
-            load_tile(k_desc, [batch, head, first + at * KEYS, 0], full.index(stage), tiles.index(stage))
+def _pages(pages, start, oldest, last, COUNT: gl.constexpr, ROWS: gl.constexpr, PAGE: gl.constexpr):
+    """The pages of a tile, -1 for those in which no key is in sight."""
+    layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])
+    key = start + gl.arange(0, COUNT, layout=layout) * ROWS
+    return gl.load(pages + key // PAGE, mask=(key < last) & (key + ROWS > oldest), other=-1)
+
+
+@gluon.jit
+def _page(pages, i: gl.constexpr):
+    """One of the pages of a tile, all of which every thread holds."""
+    place = gl.arange(0, pages.shape[0], layout=pages.type.layout)
+    return gl.max(gl.where(place == i, pages, -1), 0)
+
+
+@gluon.jit
+def _send(
+    desc, turn, ring, stage, phase, plan, sizes, table, stride_table,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys of a program's split, or its values, into the next tiles of the ring; where it stands then.
+
+    What lies in no page is filled with zeros: no page has the number -1.
+    """
+    tiles, full, free = ring
+    D: gl.constexpr = tiles.shape[2]
+    batch, head, length, _, _, first, last = place_of(item_of_turn(turn), plan, sizes, QUERIES, KEYS)
+    if PAGE > 0:
+        ROWS: gl.constexpr = desc.block_type.shape[2]
+        WIDTH: gl.constexpr = desc.block_type.shape[3]
+        COUNT: gl.constexpr = KEYS // ROWS
+        parts = reinterpret(tiles, tiles.dtype, [STAGES * (D // WIDTH) * COUNT, ROWS, WIDTH], tiles.layout)
+        oldest = oldest_of(length, sizes[3], QUERIES)
+        listed = table + batch.to(gl.int64) * stride_table
+        pages = _pages(listed, first, oldest, last, COUNT, ROWS, PAGE)
+    for i in range(_count(first, last, KEYS)):
+        start = first + i * KEYS
+        if PAGE > 0:
+            these = pages
+            pages = _pages(listed, start + KEYS, oldest, last, COUNT, ROWS, PAGE)
+        mbarrier.wait(free.index(stage), phase)
+        mbarrier.expect(full.index(stage), KEYS * D * tiles.dtype.primitive_bitwidth // 8)
+        if PAGE > 0:
+            for n in gl.static_range(COUNT):
+                page = _page(these, n)
+                for m in gl.static_range(D // WIDTH):
+                    part = parts.index((stage * (D // WIDTH) + m) * COUNT + n)
+                    load_tile(desc, [page, head, start % PAGE if COUNT == 1 else 0, m * WIDTH], full.index(stage), part)
         else:
-            load_tile(v_desc, [v_batch, v_head, v_first + at * KEYS, 0], full.index(stage), tiles.index(stage))
-        at += 1
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-    return step, at, blocks, batch, head, first, count, v_batch, v_head, v_first, v_count, stage
+            load_tile(desc, [batch, head, start, 0], full.index(stage), tiles.index(stage))
+        stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def _load(
+    what, BATCH: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr
+):
+    """All tiles of a program, in the order in which they are read: keys of a split, then values of the one before.
+
+    Where a split lies is worked out for each anew: see :func:`_count`.
+    """
+    k_desc, v_desc, ring, kept_plan, sizes, table, stride_table = what
+    plan = recalled(kept_plan, BATCH)
+    turns = turns_of(plan[0])
+    stage = 0
+    phase = 1
+    for turn in range(turns + 1):
+        if turn < turns:
+            stage, phase = _send(
+                k_desc, turn, ring, stage, phase, plan, sizes, table, stride_table, QUERIES, KEYS, STAGES, PAGE
+            )  # fmt: skip
+        if turn > 0:
+            stage, phase = _send(
+                v_desc, turn - 1, ring, stage, phase, plan, sizes, table, stride_table, QUERIES, KEYS, STAGES, PAGE
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -106,6 +164,22 @@ def _merged(high, total, moment):
     top, total, moment = gl.reduce((high, total, moment), 0, _joined)
     some = top > MASKED
     return top, gl.where(some, total, 0.0), gl.where(some, moment, 0.0)
+
+
+@gluon.jit
+def _pair(place, heads):
+    """The number of the head that a split belongs to."""
+    return place[0] * heads + place[1]
+
+
+@gluon.jit
+def _publish(counters, number, splits, other, other_splits):
+    """Count the program at two counters, where there are several splits; what it has written before can be read."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    one = gl.arange(0, 2, layout=layout) == 0
+    several = gl.where(one, splits, other_splits) > 1
+    once = gl.full([2], 1, gl.int32, layout)
+    gl.atomic_add(counters + gl.where(one, number, other), once, mask=several, sem="release")
 
 
 @gluon.jit
@@ -131,15 +205,16 @@ def _queries(
 
 @gluon.jit
 def _pass_keys(
-    ring, cursor, stage, phase, q_tile, kept, slot, plan, sizes, lengths, length, first, last, scale, softcap,
+    ring, place, stage, phase, q_tile, kept, slot, left, scale, softcap,
     layout: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """Keep the logits of the keys of a split, from ``slot`` on; statistics of each row, and where the ring stands."""
-    _, _, tiles, full, _ = ring
+    tiles, full, free = ring
+    length, first, last = place[2], place[5], place[6]
     COLUMNS: gl.constexpr = q_tile.shape[0]
     zero = gl.zeros([KEYS, COLUMNS], gl.float32, layout=layout)
     row = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    newest, earliest = _row_span(row, length, sizes[3], QUERIES)
+    newest, earliest = _row_span(row, length, left, QUERIES)
     # Every place of the tile has statistics of its own, merged once at the end: no reduction within the loop.
     high = zero + MASKED
     total = zero
@@ -149,7 +224,7 @@ def _pass_keys(
         z = warpgroup_mma(tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(0, deps=(z,))
         synchronize()
-        cursor = _prefetch(cursor, ring, plan, sizes, lengths, STAGES, QUERIES, KEYS)
+        mbarrier.arrive(free.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
         z = z * scale
         if CAPPED:
@@ -165,17 +240,19 @@ def _pass_keys(
         total = gl.where(higher, scaled * total + 1.0, total + scaled)
         high = gl.where(higher, z, high)
     top, total, moment = _merged(high, total, moment)
-    return top, total, moment, cursor, stage, phase
+    return top, total, moment, stage, phase
 
 
 @gluon.jit
 def _pass_values(
-    ring, cursor, stage, phase, w_tile, kept, slot, plan, sizes, lengths, oldest, first, last, top, beta,
+    ring, place, stage, phase, w_tile, kept, slot, left, top, beta,
     layout: gl.constexpr, wide: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The sum of the values of a split with their weights, that of the weights, and where the ring stands."""
-    _, v_desc, tiles, full, _ = ring
-    dtype: gl.constexpr = v_desc.dtype
+    tiles, full, free = ring
+    first, last = place[5], place[6]
+    oldest = oldest_of(place[2], left, QUERIES)
+    dtype: gl.constexpr = tiles.dtype
     COLUMNS: gl.constexpr = w_tile.shape[0]
     D: gl.constexpr = tiles.shape[2]
     hard = beta == float("inf")
@@ -193,23 +270,30 @@ def _pass_values(
         mbarrier.wait(full.index(stage), phase)
         tile = tiles.index(stage)
         if (start < oldest) | (start + KEYS > last):  # what lies outside may be anything, even NaN
-            n = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, wide))
-            valid = gl.expand_dims((n >= oldest) & (n < last), 1)
-            tile.store(gl.where(valid, tile.load(wide), 0.0).to(dtype))
+            for line in gl.static_range(0, KEYS, SLICE):
+                n = start + line + gl.arange(0, SLICE, layout=gl.SliceLayout(1, wide))
+                valid = gl.expand_dims((n >= oldest) & (n < last), 1)
+                lines = tile.slice(line, SLICE)
+                lines.store(gl.where(valid, lines.load(wide), 0.0).to(dtype))
         fence_async_shared()
         synchronize()
         out = warpgroup_mma(tile.permute([1, 0]), w_tile.permute([1, 0]), out, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
         synchronize()
-        cursor = _prefetch(cursor, ring, plan, sizes, lengths, STAGES, QUERIES, KEYS)
+        mbarrier.arrive(free.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
-    return out, gl.sum(weight, 0), cursor, stage, phase
+    return out, gl.sum(weight, 0), stage, phase
 
 
 @gluon.jit
-def _some_stats(place, stride_part, there):
-    """Maximum, sum and shifted moment of some splits."""
-    return (
+def _some_stats(parts, first, splits, stride_part, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SPLITS: gl.constexpr):
+    """Maximum, sum and shifted moment of rows from those of up to ``SPLITS`` splits from ``first`` on."""
+    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [32 // COLUMNS, COLUMNS], [gl.num_warps(), 1], [1, 0])
+    each = gl.expand_dims(gl.arange(0, SPLITS, layout=gl.SliceLayout(1, pairs)), 1)
+    line = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, pairs)), 0)
+    place = parts + first.to(gl.int64) * ROWS + each * ROWS + line
+    there = (each < splits) & (line < ROWS)
+    return _merged(
         gl.load(place, mask=there, other=MASKED),
         gl.load(place + stride_part, mask=there, other=0.0),
         gl.load(place + 2 * stride_part, mask=there, other=0.0),
@@ -221,127 +305,109 @@ def _group_stats(
     parts, first, splits, stride_part, layout: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Statistics of rows from those of all splits from ``first`` on, ``SPLITS`` at a time."""
-    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [32 // COLUMNS, COLUMNS], [gl.num_warps(), 1], [1, 0])
-    each = gl.expand_dims(gl.arange(0, SPLITS, layout=gl.SliceLayout(1, pairs)), 1)
-    line = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, pairs)), 0)
-    place = parts + first.to(gl.int64) * ROWS + each * ROWS + line
-    high, total, moment = _some_stats(place, stride_part, (each < splits) & (line < ROWS))
-    for start in range(SPLITS, splits, SPLITS):
-        there = (start + each < splits) & (line < ROWS)
-        more = _some_stats(place + start * ROWS, stride_part, there)
-        high, total, moment = _joined(high, total, moment, more[0], more[1], more[2])
-    top, total, moment = _merged(high, total, moment)
+    """Statistics of rows from those of all splits from ``first`` on.
+
+    There may be more of them than ``SPLITS`` only where that exceeds ``FEW``.
+    """
+    if SPLITS > FEW:
+        if splits > FEW:
+            top, total, moment = _some_stats(parts, first, splits, stride_part, ROWS, COLUMNS, SPLITS)
+        else:
+            top, total, moment = _some_stats(parts, first, splits, stride_part, ROWS, COLUMNS, FEW)
+        for start in range(SPLITS, splits, FEW):
+            more = _some_stats(parts, first + start, splits - start, stride_part, ROWS, COLUMNS, FEW)
+            top, total, moment = _joined(top, total, moment, more[0], more[1], more[2])
+    else:
+        top, total, moment = _some_stats(parts, first, splits, stride_part, ROWS, COLUMNS, SPLITS)
     return gl.convert_layout(top, layout), gl.convert_layout(total, layout), gl.convert_layout(moment, layout)
 
 
-@gluon.jit(do_not_specialize=WHOLE_NUMBERS)
-def hopper_decode_kernel(
-    query, k_desc, v_desc, lengths, parts, stats, betas, shares, sums, output, counters,
-    stride_qb, stride_qh, stride_ql, stride_part, stride_stats, groups, heads, capacity, left, share, limit,
-    overhead, scale, softcap,
-    lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, QUERIES: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, BATCH: gl.constexpr, TILES: gl.constexpr,
-    SPLITS: gl.constexpr, LINES: gl.constexpr, CHUNK: gl.constexpr,
+@gluon.jit
+def _compute(
+    what, ROWS: gl.constexpr, QUERIES: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr, BATCH: gl.constexpr,
+    TILES: gl.constexpr, SPLITS: gl.constexpr, LINES: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Output, statistics and beta of ``ROWS`` queries for each head; ``counters``, two for each, are 0 at first.
-
-    Splits have at most ``share`` tiles, or as many as is best where it is 0, if each costs ``overhead`` half tiles of
-    keys or values beside those that it has. There is room for ``limit`` of them.
-    """
-    D: gl.constexpr = k_desc.block_type.shape[3]
+    """All splits of a program: their statistics, then the sums of their values, and some of the output in the end."""
+    memory, tensors, numbers, kept_plan, sizes, policy = what
+    ring, q_tile, w_tile, kept = memory
+    query, strides, parts, stats, betas, shares, sums, output, counters = tensors
+    stride_part, stride_stats, scale, softcap = numbers
+    groups, heads, left = sizes[0], sizes[1], sizes[3]
+    c, bounds = policy
+    tiles = ring[0]
+    STAGES: gl.constexpr = tiles.shape[0]
+    KEYS: gl.constexpr = tiles.shape[1]
+    D: gl.constexpr = tiles.shape[2]
+    COLUMNS: gl.constexpr = q_tile.shape[0]
     W: gl.constexpr = gl.num_warps()
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: gl.constexpr = tiles.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, COLUMNS, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [W, 1], [1, 0])
-    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], shared)
-    q_tile = gl.allocate_shared_memory(dtype, [COLUMNS, D], shared)
-    w_tile = gl.allocate_shared_memory(dtype, [COLUMNS, KEYS], shared)
-    kept = gl.allocate_shared_memory(gl.float32, [2 * TILES, KEYS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-    fence_async_shared()
-    synchronize()
-
-    sizes = (groups, heads, capacity, left)
-    strides = (stride_qb, stride_qh, stride_ql)
-    plan = planned(lengths, share, sizes, limit, gl.num_programs(0), overhead, BATCH, TILES, QUERIES, KEYS)
+    plan = recalled(kept_plan, BATCH)
     items = plan[0]
     turns = turns_of(items)
-    ring = (k_desc, v_desc, tiles, full, turns)
-    cursor = (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    for _ in range(STAGES):
-        cursor = _prefetch(cursor, ring, plan, sizes, lengths, STAGES, QUERIES, KEYS)
+    before = (0, 0, 0, 0, 0, 0, 0)
+    now = (0, 0, 0, 0, 0, 0, 0)
+    after = place_of(item_of_turn(0), plan, sizes, QUERIES, KEYS)
     row = gl.arange(0, COLUMNS, layout=row_layout)
-    next_batch, next_head, next_length, next_split, next_splits = place_of(
-        item_of_turn(0), plan, sizes, lengths, QUERIES, KEYS
-    )  # fmt: skip
-    q = _queries(query, strides, next_batch, next_head, item_of_turn(0) < items, ROWS, QUERIES, COLUMNS, D, wide)
+    q = _queries(query, strides, after[0], after[1], item_of_turn(0) < items, ROWS, QUERIES, COLUMNS, D, wide)
+    later = place_of(item_of_turn(1), plan, sizes, QUERIES, KEYS)
     stage = 0
     phase = 0
-    pair, length, split, splits = 0, 0, 0, 0
-    v_pair, v_splits = 0, 0
     done_pair, done_splits = 0, 0
     for turn in range(turns + 1):
-        done_pair, done_splits = v_pair, v_splits
-        v_pair, v_length, v_split, v_splits = pair, length, split, splits
+        done_pair, done_splits = _pair(before, heads), before[4]
+        before = now
+        now = after
+        after = later
         if turn < turns:  # keys of a split
             item = item_of_turn(turn)
-            pair, length, split, splits = next_batch * heads + next_head, next_length, next_split, next_splits
-            _, first, last = span_of(length, split, splits, sizes, QUERIES, KEYS)
             q_tile.store(q)
             fence_async_shared()
             synchronize()
-            if done_splits > 1:  # the part of the output that was written last
-                gl.atomic_add(counters + groups + done_pair, 1, sem="release")
-            next_batch, next_head, next_length, next_split, next_splits = place_of(
-                item_of_turn(turn + 1), plan, sizes, lengths, QUERIES, KEYS
-            )  # fmt: skip
             there = item_of_turn(turn + 1) < items
-            q = _queries(query, strides, next_batch, next_head, there, ROWS, QUERIES, COLUMNS, D, wide)
-            top, total, moment, cursor, stage, phase = _pass_keys(
-                ring, cursor, stage, phase, q_tile, kept, turn % 2 * TILES, plan, sizes, lengths, length, first, last,
-                scale, softcap, layout, QUERIES, KEYS, STAGES, CAPPED,
+            q = _queries(query, strides, after[0], after[1], there, ROWS, QUERIES, COLUMNS, D, wide)
+            top, total, moment, stage, phase = _pass_keys(
+                ring, now, stage, phase, q_tile, kept, turn % 2 * TILES, left, scale, softcap, layout, QUERIES, KEYS,
+                STAGES, CAPPED,
             )  # fmt: skip
+            later = place_of(item_of_turn(turn + 2), plan, sizes, QUERIES, KEYS)
             part = parts + item.to(gl.int64) * ROWS + row
             gl.store(part, top, mask=row < ROWS)
             gl.store(part + stride_part, total, mask=row < ROWS)
             gl.store(part + 2 * stride_part, moment, mask=row < ROWS)
             synchronize()
-            if splits > 1:
-                gl.atomic_add(counters + pair, 1, sem="release")
+            # With it the part of the output that was written last: one wait for memory serves both.
+            _publish(counters, _pair(now, heads), now[4], groups + done_pair, done_splits)
         if turn > 0:  # values of the split before
             item = item_of_turn(turn - 1)
-            if v_splits > 1:
-                _await(counters + v_pair, v_splits)
+            pair, length, split, splits = _pair(before, heads), before[2], before[3], before[4]
+            if splits > 1:
+                _await(counters + pair, splits)
             top, total, moment = _group_stats(
-                parts, item - v_split, v_splits, stride_part, row_layout, ROWS, COLUMNS, SPLITS
+                parts, item - split, splits, stride_part, row_layout, ROWS, COLUMNS, SPLITS
             )  # fmt: skip
             if ENTROPY:
                 filled = gl.where(total > 0, total, 1.0)
                 variable = gl.log(filled) - moment / filled
             else:
-                newest, earliest = _row_span(row, v_length, left, QUERIES)
+                newest, earliest = _row_span(row, length, left, QUERIES)
                 variable = gl.log(gl.maximum(newest + 1 - earliest, 1).to(gl.float32))
-            beta = lowered_beta(variable, (c7, c6, c5, c4, c3, c2, c1, c0), (lo, hi, threshold, floor))
-            writes = row < gl.where(v_split == 0, ROWS, 0)
-            at = v_pair.to(gl.int64) * ROWS + row
+            beta = lowered_beta(variable, c, bounds)
+            writes = row < gl.where(split == 0, ROWS, 0)
+            at = pair.to(gl.int64) * ROWS + row
             gl.store(stats + at, gl.where(total > 0, top, -float("inf")), mask=writes)
             gl.store(stats + stride_stats + at, total, mask=writes)
             gl.store(stats + 2 * stride_stats + at, moment, mask=writes)
             gl.store(betas + at, beta, mask=writes)
-            oldest, first, last = span_of(v_length, v_split, v_splits, sizes, QUERIES, KEYS)
-            out, weight, cursor, stage, phase = _pass_values(
-                ring, cursor, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, plan, sizes, lengths, oldest, first,
-                last, top, beta, layout, wide, QUERIES, KEYS, STAGES,
+            out, weight, stage, phase = _pass_values(
+                ring, before, stage, phase, w_tile, kept, (turn - 1) % 2 * TILES, left, top, beta, layout, wide,
+                QUERIES, KEYS, STAGES,
             )  # fmt: skip
             column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(1, layout)), 1)
             inside = gl.expand_dims(row < ROWS, 0) & (column >= 0)
-            if v_splits == 1:
+            if splits == 1:
                 out = out / gl.expand_dims(gl.where(weight > 0, weight, 1.0), 0)
                 gl.store(output + gl.expand_dims(at, 0) * D + column, out.to(dtype), mask=inside)
             else:
@@ -350,13 +416,10 @@ def hopper_decode_kernel(
                 gl.store(shares + gl.expand_dims(place, 0) * D + column, out, mask=inside)
     if SPLITS > 1:
         synchronize()
-        if done_splits > 1:
-            gl.atomic_add(counters + groups + done_pair, 1, sem="release")
-        if v_splits > 1:
-            gl.atomic_add(counters + groups + v_pair, 1, sem="release")
+        _publish(counters, groups + done_pair, done_splits, groups + _pair(before, heads), before[4])
         for task in range(gl.program_id(0), groups * (COLUMNS // LINES), gl.num_programs(0)):
             pair = task // (COLUMNS // LINES)
-            first, splits = splits_of(pair, plan, sizes, lengths, QUERIES, KEYS)
+            first, splits = splits_of(pair, plan, sizes, QUERIES, KEYS)
             if splits > 1:
                 _await(counters + groups + pair, splits)
                 line = task % (COLUMNS // LINES) * LINES
@@ -369,7 +432,9 @@ def _combine(
     ROWS: gl.constexpr, LINES: gl.constexpr, D: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Some rows of a head's output: the sum of all parts over the sum of all weights."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [32 // (D // 4), 1, D // 4], [gl.num_warps(), 1, 1], [2, 1, 0])
+    W: gl.constexpr = gl.num_warps()
+    warps: gl.constexpr = [W, 1, 1] if LINES < W else [1, W, 1]  # along lines, there is nothing to add up across warps
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [32 // (D // 4), 1, D // 4], warps, [2, 1, 0])
     flat: gl.constexpr = gl.SliceLayout(0, layout)
     each = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1)
     line = first_line + gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0)
@@ -389,3 +454,56 @@ def _combine(
     column = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, flat)), 0)
     place = output + (pair.to(gl.int64) * ROWS + line) * D + column
     gl.store(place, whole.to(output.dtype.element_ty), mask=(line < ROWS) & (column >= 0))
+
+
+@gluon.jit(do_not_specialize=WHOLE_NUMBERS)
+def hopper_decode_kernel(
+    query, k_desc, v_desc, lengths, table, parts, stats, betas, shares, sums, output, counters,
+    stride_qb, stride_qh, stride_ql, stride_table, stride_part, stride_stats, groups, heads, capacity, left, share,
+    limit, overhead, scale, softcap,
+    lo, hi, threshold, floor, c7, c6, c5, c4, c3, c2, c1, c0,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, QUERIES: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, BATCH: gl.constexpr, TILES: gl.constexpr,
+    SPLITS: gl.constexpr, LINES: gl.constexpr, CHUNK: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Output, statistics and beta of ``ROWS`` queries for each head; ``counters``, two for each, are 0 at first.
+
+    Splits have at most ``share`` tiles, or as many as is best where it is 0, if each costs ``overhead`` half tiles of
+    keys or values beside those that it has. There is room for ``limit`` of them. ``table`` lists pages, of ``PAGE``
+    keys each.
+    """
+    dtype: gl.constexpr = k_desc.dtype
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], shared)
+    q_tile = gl.allocate_shared_memory(dtype, [COLUMNS, D], shared)
+    w_tile = gl.allocate_shared_memory(dtype, [COLUMNS, KEYS], shared)
+    kept = gl.allocate_shared_memory(gl.float32, [2 * TILES, KEYS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    kept_valid = gl.allocate_shared_memory(gl.int32, [BATCH], flat)
+    kept_firsts = gl.allocate_shared_memory(gl.int32, [BATCH], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    fence_async_shared()
+    sizes = (groups, heads, capacity, left)
+    items, share, valid, firsts = planned(
+        lengths, share, sizes, limit, gl.num_programs(0), overhead, BATCH, TILES, QUERIES, KEYS
+    )  # fmt: skip
+    kept_valid.store(valid)
+    kept_firsts.store(firsts)
+    synchronize()
+    kept_plan = (items, share, kept_valid, kept_firsts)
+    ring = (tiles, full, free)
+    tensors = (
+        query, (stride_qb, stride_qh, stride_ql), parts, stats, betas, shares, sums, output, counters
+    )  # fmt: skip
+    numbers = (stride_part, stride_stats, scale, softcap)
+    policy = ((c7, c6, c5, c4, c3, c2, c1, c0), (lo, hi, threshold, floor))
+    what = ((ring, q_tile, w_tile, kept), tensors, numbers, kept_plan, sizes, policy)
+    load = (k_desc, v_desc, ring, kept_plan, sizes, table, stride_table)
+    gl.warp_specialize([
+        (_compute, (what, ROWS, QUERIES, CAPPED, ENTROPY, BATCH, TILES, SPLITS, LINES, CHUNK)),
+        (_load, (load, BATCH, QUERIES, KEYS, STAGES, PAGE)),
+    ], [1], [LOAD_REGISTERS])  # fmt: skip

@@ -12,19 +12,25 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def _length(lengths, batch, capacity, mask=None):
-    """How many keys of a batch element are valid."""
-    length = capacity
+def _valid(lengths, batch, there, capacity):
+    """How many keys of batch elements are valid, none where they are not there."""
+    valid = gl.where(there, capacity, 0)
     if lengths is not None:
-        length = gl.minimum(gl.maximum(gl.load(lengths + batch, mask=mask), 0), capacity)
-    return length
+        valid = gl.minimum(gl.maximum(gl.load(lengths + batch, mask=there), 0), valid)
+    return valid
+
+
+@gluon.jit
+def oldest_of(length, left, QUERIES: gl.constexpr):
+    """The oldest key in sight."""
+    return gl.where(left >= 0, gl.maximum(length - QUERIES - left, 0), 0)
 
 
 @gluon.jit
 def _sight(length, left, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """The oldest key in sight, and how many tiles there are from its tile on."""
-    oldest = gl.where(left >= 0, gl.maximum(length - QUERIES - left, 0), 0)
-    return oldest, (length - oldest // KEYS * KEYS + KEYS - 1) // KEYS
+    """The first key of the oldest tile in sight, and how many tiles there are from it on."""
+    start = oldest_of(length, left, QUERIES) // KEYS * KEYS
+    return start, (length - start + KEYS - 1) // KEYS
 
 
 @gluon.jit
@@ -68,7 +74,7 @@ def planned(
     lengths, share, sizes, limit, programs, overhead,
     BATCH: gl.constexpr, TILES: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
-    """How many splits there are, the most tiles of one, and batch elements with the first split of each.
+    """How many splits there are, the most tiles of one, and the valid keys and the first split of each batch element.
 
     Of elements of the same length, ``BATCH`` of 1 stands for all. Splits are at most ``limit``; a head has at most one
     for each program. Splits of more tiles come first, so that those of a turn are about equal. ``TILES`` is one less
@@ -82,9 +88,9 @@ def planned(
     else:
         layout: gl.constexpr = gl.BlockedLayout([BATCH // 32, (TILES + 1) // W], [32, 1], [1, W], [0, 1])
     batch = gl.arange(0, BATCH, layout=gl.SliceLayout(1, layout))
-    there = batch < groups // heads
-    _, tiles = _sight(_length(lengths, batch, capacity, there), left, QUERIES, KEYS)
-    tiles = gl.where(there, tiles, 0)
+    there = batch * heads < groups
+    valid = _valid(lengths, batch, there, capacity)
+    _, tiles = _sight(valid, left, QUERIES, KEYS)
     alike = groups if BATCH == 1 else heads
     if share == 0:
         share = _uniform(_suitable_share(tiles, there, alike, limit, programs, overhead, layout, TILES))
@@ -98,36 +104,47 @@ def planned(
         equal = gl.where(size == level, gl.expand_dims(counts, 1), 0)
         before = gl.associative_scan(equal, 0, _sum) - equal + gl.expand_dims(larger, 0)
         firsts = gl.where(there, gl.sum(gl.where(size == level, before, 0), 1), 0x7FFFFFFF)
-    return _uniform(gl.sum(counts, 0)), share, batch, firsts
+    return _uniform(gl.sum(counts, 0)), share, valid, firsts
 
 
 @gluon.jit
-def place_of(item, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Batch element and head of a split, how many keys are valid, its number within the head and how many it has."""
-    _, heads, capacity, left = sizes
-    _, share, each, firsts = plan
+def recalled(kept, BATCH: gl.constexpr):
+    """The plan for those warps that ask, whose numbers of batch elements lie in shared memory; with these elements."""
+    items, share, valid, firsts = kept
+    layout: gl.constexpr = gl.BlockedLayout([max(BATCH // 32, 1)], [32], [gl.num_warps()], [0])
+    return items, share, gl.arange(0, BATCH, layout=layout), valid.load(layout), firsts.load(layout)
+
+
+@gluon.jit
+def place_of(item, plan, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """Where a split lies: batch element, head, valid keys, number within the head, how many that has, and its keys.
+
+    These are the first one and the one after the last; there are none in a split beyond all.
+    """
+    _, heads, _, left = sizes
+    items, share, each, valid, firsts = plan
     first = gl.max(gl.where(firsts <= item, firsts, 0), 0)
-    batch = gl.max(gl.where(firsts == first, each, 0), 0)
-    length = _length(lengths, batch, capacity)
-    splits = _pieces(_sight(length, left, QUERIES, KEYS)[1], share)
-    pair = batch * heads + (item - first) // splits
-    return pair // heads, pair % heads, length, (item - first) % splits, splits
+    length = gl.max(gl.where(firsts == first, valid, 0), 0)
+    start, tiles = _sight(length, left, QUERIES, KEYS)
+    splits = _pieces(tiles, share)
+    head = (item - first) // splits
+    split = item - first - head * splits
+    if each.shape[0] == 1:
+        batch = head // heads
+        head -= batch * heads
+    else:
+        batch = gl.max(gl.where(firsts == first, each, 0), 0)
+    size = _pieces(tiles, splits) * KEYS
+    start += split * size
+    return batch, head, length, split, splits, start, gl.where(item < items, gl.minimum(start + size, length), start)
 
 
 @gluon.jit
-def splits_of(pair, plan, sizes, lengths, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+def splits_of(pair, plan, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     """The first split of a head, and how many there are."""
-    _, heads, capacity, left = sizes
-    _, share, each, firsts = plan
+    _, heads, _, left = sizes
+    _, share, each, valid, firsts = plan
     batch = gl.minimum(pair // heads, each.shape[0] - 1)
-    splits = _pieces(_sight(_length(lengths, batch, capacity), left, QUERIES, KEYS)[1], share)
+    length = gl.max(gl.where(each == batch, valid, 0), 0)
+    splits = _pieces(_sight(length, left, QUERIES, KEYS)[1], share)
     return gl.max(gl.where(each == batch, firsts, 0), 0) + (pair - batch * heads) * splits, splits
-
-
-@gluon.jit
-def span_of(length, split, splits, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """The oldest key in sight, the first key of a split and its last."""
-    oldest, tiles = _sight(length, sizes[3], QUERIES, KEYS)
-    share = (tiles + splits - 1) // splits * KEYS
-    first = oldest // KEYS * KEYS + split * share
-    return oldest, first, gl.minimum(first + share, length)

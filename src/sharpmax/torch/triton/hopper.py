@@ -101,15 +101,15 @@ def strides(x: Form) -> list[int] | None:
     return [*outer, last] if fine else None
 
 
-def descriptor(x: Tensor, rows: int) -> Any:
-    """A tensor as the copy engine takes it, in tiles of ``rows`` rows of one head.
+def descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
+    """A tensor as the copy engine takes it, in tiles of ``rows`` rows of one head, and all their columns or so many.
 
     Made without the checks of its constructor: :func:`refusal` has made them, and they cost the host time.
     """
     kind, layout = _descriptor_parts()
     made: Any = object.__new__(kind)
     made.base, made.shape, made.strides = x, list(x.shape), strides(form_of(x))
-    made.block_shape, made.layout = [1, 1, rows, x.shape[-1]], layout
+    made.block_shape, made.layout = [1, 1, rows, columns or x.shape[-1]], layout
     return made
 
 

@@ -29,6 +29,9 @@ from . import hopper
 synchronize = getattr(gl, "thread_barrier", None) or gl.barrier
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)  # fmt: skip
 
 GROUPS = gl.constexpr(4)
 """Warpgroups that compute."""
