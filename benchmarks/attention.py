@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,16 +272,14 @@ def long(shape: tuple[int, int, int, int]) -> dict[str, Any]:
     return speed(x, few(x, backward=shape == LONG[0]), True, logit_deviation=round(deviation_for(shape[2]), 3))
 
 
-def recorded(model: str, length: int, layers: list[int], batch: int) -> list[dict[str, Any]]:
+def recorded(model: str, length: int, layers: list[int], batch: int) -> Iterator[dict[str, Any]]:
     """The heads of real layers, causal."""
     from benchmarks.recorded_heads import recorded_heads
 
-    found = []
     for layer, tensors in recorded_heads(model, length, layers, "cuda", batch):
         q, k, v = (t.contiguous().requires_grad_() for t in tensors)
         x = Inputs(q, k, v, torch.randn_like(v), True)
-        found.append(speed(x, functions(x, False, False), True, model=model, layer=layer))
-    return found
+        yield speed(x, functions(x, False, False), True, model=model, layer=layer)
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -356,21 +354,27 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.attention needs a GPU")
     content: dict[str, Any] = {"dtype": "bfloat16", "policy": sharpmax.PAPER.to_dict()}
+
+    def save(part: str, results: Iterable[dict[str, Any]]) -> None:
+        """Results are kept one by one: a run that is left has those that it had."""
+        found: list[dict[str, Any]] = []
+        content[part] = found
+        for result in results:
+            found.append(result)
+            content["provenance"] = provenance(["python", "-m", "benchmarks.attention", *sys.argv[1:]])
+            finite = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
+            write_text(arguments.out, json.dumps(finite, indent=2) + "\n")
+
     if arguments.model:
-        content["recorded"] = recorded(
-            arguments.model, (arguments.lengths or [8192])[0], arguments.layers, arguments.batch
-        )
-    else:
-        lengths = arguments.lengths or ([MAIN[2]] if quick else [shape[2] for shape in SHAPES])
-        shapes = [shape for shape in SHAPES if shape[2] in lengths]
-        content["results"] = [gaussian(shape, causal, quick, flex) for shape in shapes for causal in (False, True)]
-        if not arguments.lengths:
-            content["standard_normal"] = [] if quick else [gaussian(MAIN, True, quick, False, 1.0)]
-            content["long"] = [] if quick else [long(shape) for shape in LONG]
-            content["accuracy"] = [accuracy(causal, torch.bfloat16) for causal in ((True,) if quick else (False, True))]
-    content["provenance"] = provenance(["python", "-m", "benchmarks.attention", *sys.argv[1:]])
-    content = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
-    write_text(arguments.out, json.dumps(content, indent=2) + "\n")
+        save("recorded", recorded(arguments.model, (arguments.lengths or [8192])[0], arguments.layers, arguments.batch))
+        return
+    lengths = arguments.lengths or ([MAIN[2]] if quick else [shape[2] for shape in SHAPES])
+    shapes = [shape for shape in SHAPES if shape[2] in lengths]
+    save("results", (gaussian(shape, causal, quick, flex) for shape in shapes for causal in (False, True)))
+    if not arguments.lengths:
+        save("standard_normal", [] if quick else [gaussian(MAIN, True, quick, False, 1.0)])
+        save("accuracy", (accuracy(causal, torch.bfloat16) for causal in ((True,) if quick else (False, True))))
+        save("long", () if quick else (long(shape) for shape in LONG))
 
 
 if __name__ == "__main__":

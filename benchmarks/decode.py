@@ -128,14 +128,15 @@ def portable(given: Inputs) -> Tensor:
         return plain(decode_attention(*given, impl="triton"))
 
 
-def paged(batch: int, length: int) -> Call:
-    """The same on a paged cache, whose pages lie in random order; they are those of the contiguous one, relabelled."""
+def paged(batch: int, length: int, within: Callable[[], Any] = contextlib.nullcontext) -> Call:
+    """On a paged cache, whose pages lie in random order; they are those of the contiguous one, relabelled."""
     pages = batch * length // PAGE
     table = torch.randperm(pages, device="cuda").to(torch.int32).view(batch, length // PAGE)
 
     def call(given: Inputs) -> Tensor:
         key, value = (cache.view(pages, PAGE, HEADS, DIM) for cache in (given.key, given.value))
-        return plain(paged_decode_attention(given.query, key, value, table, given.lengths, impl="triton"))
+        with within():
+            return plain(paged_decode_attention(given.query, key, value, table, given.lengths, impl="triton"))
 
     return call
 
@@ -190,9 +191,9 @@ def measured(batch: int, capacity: int, valid: str, rounds: int, splits: list[in
 
     calls = stock_calls(lengths[0]) if min(lengths) == max(lengths) else {}
     stocks = list(calls)
-    calls |= {"sharpmax": adaptive(), "sharpmax, portable": portable}
+    calls |= {"sharpmax": adaptive(), "sharpmax, portable": portable, "sharpmax paged": paged(batch, capacity)}
     if valid == "all":
-        calls |= {"sharpmax paged": paged(batch, capacity)}
+        calls |= {"sharpmax paged, portable": paged(batch, capacity, portable_kernels)}
         calls |= {"sharpmax, policy between kernels": adaptive(SpreadOverTen())}
     calls |= {f"sharpmax, {n} splits": adaptive(splits=n) for n in splits}
     count = copies * -(-(CALLS if size < COLD_BYTES else 4) // copies)

@@ -68,18 +68,27 @@ def _row_span(row, length, left, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def _pages(pages, start, oldest, last, COUNT: gl.constexpr, ROWS: gl.constexpr, PAGE: gl.constexpr):
-    """The pages of a tile, -1 for those in which no key is in sight."""
-    layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])
-    key = start + gl.arange(0, COUNT, layout=layout) * ROWS
-    return gl.load(pages + key // PAGE, mask=(key < last) & (key + ROWS > oldest), other=-1)
+def _pages(
+    table, stride_table, batch, start, oldest, last, COUNT: gl.constexpr, ROWS: gl.constexpr, PAGE: gl.constexpr
+):
+    """The pages of a tile, -1 for those in which no key is in sight; without pages, the batch element."""
+    pages = batch
+    if PAGE > 0:
+        layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])
+        key = start + gl.arange(0, COUNT, layout=layout) * ROWS
+        place = table + batch.to(gl.int64) * stride_table + key // PAGE
+        pages = gl.load(place, mask=(key < last) & (key + ROWS > oldest), other=-1)
+    return pages
 
 
 @gluon.jit
-def _page(pages, i: gl.constexpr):
+def _page(pages, i: gl.constexpr, PAGE: gl.constexpr):
     """One of the pages of a tile, all of which every thread holds."""
-    place = gl.arange(0, pages.shape[0], layout=pages.type.layout)
-    return gl.max(gl.where(place == i, pages, -1), 0)
+    page = pages
+    if PAGE > 0:
+        place = gl.arange(0, pages.shape[0], layout=pages.type.layout)
+        page = gl.max(gl.where(place == i, pages, -1), 0)
+    return page
 
 
 @gluon.jit
@@ -93,30 +102,24 @@ def _send(
     """
     tiles, full, free = ring
     D: gl.constexpr = tiles.shape[2]
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    WIDTH: gl.constexpr = desc.block_type.shape[3]
+    COUNT: gl.constexpr = KEYS // ROWS
+    parts = reinterpret(tiles, tiles.dtype, [STAGES * (D // WIDTH) * COUNT, ROWS, WIDTH], tiles.layout)
     batch, head, length, _, _, first, last = place_of(item_of_turn(turn), plan, sizes, QUERIES, KEYS)
-    if PAGE > 0:
-        ROWS: gl.constexpr = desc.block_type.shape[2]
-        WIDTH: gl.constexpr = desc.block_type.shape[3]
-        COUNT: gl.constexpr = KEYS // ROWS
-        parts = reinterpret(tiles, tiles.dtype, [STAGES * (D // WIDTH) * COUNT, ROWS, WIDTH], tiles.layout)
-        oldest = oldest_of(length, sizes[3], QUERIES)
-        listed = table + batch.to(gl.int64) * stride_table
-        pages = _pages(listed, first, oldest, last, COUNT, ROWS, PAGE)
+    oldest = oldest_of(length, sizes[3], QUERIES)
+    pages = _pages(table, stride_table, batch, first, oldest, last, COUNT, ROWS, PAGE)
     for i in range(_count(first, last, KEYS)):
         start = first + i * KEYS
-        if PAGE > 0:
-            these = pages
-            pages = _pages(listed, start + KEYS, oldest, last, COUNT, ROWS, PAGE)
+        these = pages
+        pages = _pages(table, stride_table, batch, start + KEYS, oldest, last, COUNT, ROWS, PAGE)
         mbarrier.wait(free.index(stage), phase)
         mbarrier.expect(full.index(stage), KEYS * D * tiles.dtype.primitive_bitwidth // 8)
-        if PAGE > 0:
-            for n in gl.static_range(COUNT):
-                page = _page(these, n)
-                for m in gl.static_range(D // WIDTH):
-                    part = parts.index((stage * (D // WIDTH) + m) * COUNT + n)
-                    load_tile(desc, [page, head, start % PAGE if COUNT == 1 else 0, m * WIDTH], full.index(stage), part)
-        else:
-            load_tile(desc, [batch, head, start, 0], full.index(stage), tiles.index(stage))
+        row = start % PAGE if PAGE > 0 else start
+        for n in gl.static_range(COUNT):
+            for m in gl.static_range(D // WIDTH):
+                part = parts.index((stage * (D // WIDTH) + m) * COUNT + n)
+                load_tile(desc, [_page(these, n, PAGE), head, row, m * WIDTH], full.index(stage), part)
         stage, phase = advance(stage, phase, STAGES)
     return stage, phase
 

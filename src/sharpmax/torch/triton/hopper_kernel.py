@@ -221,6 +221,7 @@ def _logits(q_tile, k_tiles, k_full, k_free, stage, phase, zero):
     mbarrier.wait(k_full.index(stage), phase)
     tile = warpgroup_mma(q_tile, k_tiles.index(stage).permute([1, 0]), zero, use_acc=False, is_async=True)
     tile = warpgroup_mma_wait(0, deps=(tile,))
+    synchronize()
     mbarrier.arrive(k_free.index(stage), count=1)
     return tile
 

@@ -191,6 +191,7 @@ def _compute(what, G: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
                 product, cotangent, q_tile, g_tile, n_tiles.index(stage), d_key, d_value, first, i * LINES,
                 i * LINES < first + LINES, unit, wide, CAUSAL,
             )  # fmt: skip
+            synchronize()
             mbarrier.arrive(q_free.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
             i = gl.where(i == count - 1, low, i + 1)

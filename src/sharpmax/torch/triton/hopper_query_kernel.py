@@ -251,6 +251,7 @@ def _compute(
                 product, cotangent, k_tile, along, across, row, (seen - 1 - i) * LINES, i < masked, keys, unit, of_row,
                 wide, CAUSAL, EDGES, HALVES,
             )  # fmt: skip
+            synchronize()
             mbarrier.arrive(k_free.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
         _finish(
