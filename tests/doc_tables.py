@@ -147,42 +147,54 @@ def attention_errors() -> str:
     return markdown(["", *names], lines)
 
 
+DECODES = {
+    "sharpmax": "sharpmax",
+    "sharpmax paged": "from pages",
+    "sharpmax, portable": "portable kernels",
+    "sharpmax paged, portable": "portable, from pages",
+}
+"""Ways of decoding, by their names in the results."""
+
+
 def decode_speed() -> str:
     """Milliseconds of one decoding step against the best stock one."""
     lines = []
     for case in load("benchmarks/results/decode_cuda.json")["results"]:
         times = case["milliseconds"]
         best = times[case["best_stock"]]
-        names = ("sharpmax", "sharpmax, portable", "sharpmax paged")
-        cells = [f"{times[name]:.4f} ({times[name] / best:.2f}x)" for name in names]
+        cells = [f"{times[name]:.4f} ({times[name] / best:.2f}x)" for name in DECODES]
         lines.append([f"{case['batch']}", f"{case['length']:,}", f"{best:.4f} ({case['best_stock']})", *cells])
-    return markdown(["batch", "keys", "best stock, ms", "sharpmax, ms", "portable kernels, ms", "paged, ms"], lines)
+    return markdown(["batch", "keys", "best stock, ms", *(f"{label}, ms" for label in DECODES.values())], lines)
 
 
-def decode_plan_speed() -> str:
-    """Microseconds of one decoding step with lengths, by the kernel that plans with them and by others."""
+def decode_lengths() -> str:
+    """Milliseconds of one decoding step where a part of the cache is valid, and multiples of the portable kernels'."""
+    names = ("sharpmax", "sharpmax paged")
     lines = []
-    for case in load("benchmarks/results/decode_plan_cuda.json")["results"]:
-        times, valid = case["microseconds"], case["valid"]
-        portable = times["portable"]
-        cells = [f"{times[name]:,.1f} ({times[name] / portable:.2f}x)" for name in ("planned", "fixed splits")]
-        words = f"{int(valid):,}" if valid.isdigit() else valid
-        lines.append([f"{case['batch']}", f"{case['capacity']:,}", words, *cells, f"{portable:,.1f}"])
-    head = ["batch", "capacity", "valid keys", "sharpmax, us", "the same splits for all, us", "portable kernels, us"]
-    return markdown(head, lines)
+    for case in load("benchmarks/results/decode_cuda.json")["partly_valid"]:
+        times = case["milliseconds"]
+        portable, best = times["sharpmax, portable"], case["best_stock"]
+        cells = [f"{case['batch']}", f"{case['length']:,}", case["valid"], f"{times[best]:.4f}" if best else "-"]
+        cells += [f"{times[name]:.4f} ({times[name] / portable:.2f}x)" for name in names]
+        lines.append([*cells, f"{portable:.4f}"])
+    head = ["batch", "capacity", "valid keys", "best stock, ms", *(f"{DECODES[name]}, ms" for name in names)]
+    return markdown([*head, "portable kernels, ms"], lines)
 
 
-def decode_plan_ranges() -> dict[str, str]:
-    """What planning costs full caches, in per cent, and what ragged ones take of the portable kernels' time."""
-    cases = load("benchmarks/results/decode_plan_cuda.json")["results"]
-    full = [case["microseconds"] for case in cases if case["valid"].startswith("all")]
-    ragged = [case["microseconds"] for case in cases if case["valid"] == "ragged"]
-    cost = [100 * (t["planned"] / t["fixed splits"] - 1) for t in full]
-    share = [t["planned"] / t["portable"] for t in ragged]
-    return {
-        "cost": f"{min(cost):.0f} to {max(cost):.0f} %",
-        "ragged": f"{min(share):.2f} to {max(share):.2f} times",
-    }
+def extremes(numbers: list[float], digits: int = 2) -> str:
+    """The smallest and the largest."""
+    return f"{min(numbers):.{digits}f} to {max(numbers):.{digits}f}"
+
+
+def decode_ranges() -> dict[str, str]:
+    """Multiples of the best stock decode's time, and with lengths of the portable kernels'."""
+    found = load("benchmarks/results/decode_cuda.json")
+    full = [(case["milliseconds"], case["milliseconds"][case["best_stock"]]) for case in found["results"]]
+    ranges = {name: extremes([times[name] / best for times, best in full]) for name in DECODES}
+    for valid in ("ragged", "a tenth", "1,024"):
+        there = [case["milliseconds"] for case in found["partly_valid"] if case["valid"] == valid]
+        ranges[valid] = extremes([times["sharpmax"] / times["sharpmax, portable"] for times in there])
+    return ranges
 
 
 def host_time() -> str:
@@ -202,18 +214,20 @@ def host_time() -> str:
 
 
 def decode_phrases() -> list[str]:
-    """What docs/attention.md says of decoding beside the table."""
-    steps = load("benchmarks/results/decode_cuda.json")["results"]
+    """What docs/attention.md says of decoding beside the tables."""
+    steps, ranges = load("benchmarks/results/decode_cuda.json")["results"], decode_ranges()
     shares = [100 * step["share_beta_above_1_3"] for step in steps]
     times = [step["milliseconds"] for step in steps]
-    paged = [100 * (t["sharpmax paged"] / t["sharpmax, portable"] - 1) for t in times]
+    paged = [100 * (t["sharpmax paged"] / t["sharpmax"] - 1) for t in times]
     hopper = [t["sharpmax"] / t["sharpmax, portable"] for t in times]
     between = [t["sharpmax, policy between kernels"] - t["sharpmax, portable"] for t in times]
     return [
-        f"beta exceeds 1.3 in {min(shares):.0f} to {max(shares):.0f} % of the rows",
-        f"It takes {min(hopper):.2f} to {max(hopper):.2f} times as long as the portable kernels",
-        f"Pages of 16 keys cost {min(paged):.0f} to {max(paged):.0f} % more than a contiguous cache does",
-        f"costs {min(between):.2f} to {max(between):.2f} ms more a step",
+        f"beta exceeds 1.3 in {extremes(shares, 0)} % of the rows",
+        f"It takes {extremes(hopper)} times as long as the portable kernels",
+        f"Pages of 16 keys cost {extremes(paged, 0)} % more than a contiguous cache",
+        f"costs {extremes(between)} ms more a step",
+        f"ragged ones (lengths drawn evenly) take {ranges['ragged']} times as long as with the portable kernels",
+        f"those of which a tenth is valid {ranges['a tenth']} times, and those with 1,024 keys {ranges['1,024']} times",
     ]
 
 
@@ -266,10 +280,6 @@ def attention_ranges(least: int) -> dict[str, str]:
             ratios = [times[f"stock {what}"]["ms"] / times[f"flash {what}"]["ms"] for times in there]
             low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
             ranges[f"{peer} {what}"] = low if low == high else f"{low} to {high}"
-    steps = load("benchmarks/results/decode_cuda.json")["results"]
-    for what, name in (("decode", "sharpmax"), ("portable", "sharpmax, portable"), ("paged", "sharpmax paged")):
-        ratios = [step["milliseconds"][name] / step["milliseconds"][step["best_stock"]] for step in steps]
-        ranges[what] = f"{min(ratios):.2f} to {max(ratios):.2f}"
     return ranges
 
 
@@ -286,11 +296,10 @@ def readme_speed() -> str:
 
 def attention_phrases() -> list[str]:
     """What the README says of decoding's speed."""
-    ranges, plan = attention_ranges(MAIN[2]), decode_plan_ranges()
+    ranges = decode_ranges()
     return [
-        f"A full cache took {ranges['decode']} times as long as the best stock decode",
-        f"costs these {plan['cost']}, and ragged ones take {plan['ragged']} as long as with the portable kernels",
-        f"Those take {ranges['portable']} times as long as the best stock decode, from pages {ranges['paged']} times",
+        f"takes {ranges['sharpmax']} times as long as the best stock decode of torch",
+        f"from pages {ranges['sharpmax paged']} times",
     ]
 
 
@@ -327,13 +336,11 @@ def tiles_phrase() -> str:
 
 def attention_doc_phrases() -> list[str]:
     """What docs/attention.md says of the same."""
-    ranges, plan = attention_ranges(MAIN[2]), decode_plan_ranges()
+    ranges = attention_ranges(MAIN[2])
     return [
         tiles_phrase(),
         *short_phrases(),
         *decode_phrases(),
-        f"costs full caches {plan['cost']} of the time",
-        f"{plan['ragged']} as long as the portable kernels",
         f"forward takes {ranges['forward']} times as long as cuDNN",
         f"{ranges['flash forward']} times as long as FlashAttention 2 (at 64 columns "
         f"{ranges['narrow flash forward']} times)",
@@ -390,7 +397,7 @@ TABLES = {
         attention_memory(),
         attention_errors(),
         decode_speed(),
-        decode_plan_speed(),
+        decode_lengths(),
         host_time(),
         packed_speed(),
         recorded_speed(),

@@ -295,6 +295,37 @@ def test_pages_before_the_window_are_not_read(page: int, window: int, launches: 
 
 
 @pytest.mark.gpu
+def test_pages_and_tables_of_any_strides(launches: list[int]) -> None:
+    lengths = [700, 333, 0, 128]
+    tensors = made(batch=4)
+    (query, key, value), table = in_pages(tensors, lengths, 32)
+    expected = run((query, key, value), lengths, table=table)
+    by_head = key.transpose(1, 2).contiguous().transpose(1, 2)
+    together = torch.stack([key, value], 1)
+    wider = torch.full((4, table.shape[1] + 3), -7, dtype=torch.int32, device="cuda")
+    wider[:, 1:-2] = table
+    for keys, values, listed in (
+        (by_head, value, table),
+        (together[:, 0], together[:, 1], wider[:, 1:-2]),
+        (key, by_head.new_empty(by_head.shape).copy_(value), torch.cat([table, table], 1)[:, : table.shape[1]]),
+    ):
+        found = run((query, keys, values), lengths, table=listed)
+        torch.testing.assert_close(found.output, expected.output, atol=0, rtol=0)
+    assert launches == [0] * 4
+
+
+@pytest.mark.gpu
+def test_numbers_that_no_page_has_are_read_as_zeros(launches: list[int]) -> None:
+    query, key, value = made(batch=2)
+    pages, table = in_pages((query, key, value), [700, 700], 64)
+    for b, p, number in ((0, 3, -1), (0, 5, -(2**31)), (1, 0, 2**31 - 1), (1, 10, len(pages[1]))):
+        table[b, p] = number
+        key[b, :, 64 * p : 64 * (p + 1)] = value[b, :, 64 * p : 64 * (p + 1)] = 0
+    check(run(pages, [700, 700], table=table), oracle(query, key, value, [700, 700], paper), 3e-2)
+    assert launches == [0]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("splits", [0, 5, 132])
 def test_pages_give_the_bits_of_a_contiguous_cache(splits: int, launches: list[int]) -> None:
     tensors = made(batch=40, heads=16, kv_heads=8, queries=1, capacity=1900, **WIDE)
@@ -361,14 +392,16 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_on_hopper")
 def test_what_is_served() -> None:
-    def refusal(sizes: dict[str, Any], dtype: torch.dtype = torch.float16, **more: Tensor) -> str:
+    def refusal(sizes: dict[str, Any], dtype: torch.dtype = torch.float16, left: int = -1, **more: Tensor) -> str:
         tensors = inputs(**(NARROW | sizes), dtype=dtype)
-        return decode_hopper.refusal(*tensors, more.get("table"), more.get("lengths"), more.get("mask"))
+        return decode_hopper.refusal(*tensors, more.get("table"), more.get("lengths"), more.get("mask"), left)
 
     assert not refusal({})
     assert not refusal({"heads": 16, "kv_heads": 1, "queries": 1, **WIDE})
     assert not refusal({"capacity": 132 * 15 * 128})
-    assert "do not fit" in refusal({"batch": 1, "heads": 1, "kv_heads": 1, "capacity": 132 * 15 * 128 + 1})
+    long = {"batch": 1, "heads": 1, "kv_heads": 1, "capacity": 132 * 15 * 128 + 1}
+    assert "do not fit" in refusal(long)
+    assert not refusal(long, left=132 * 14 * 128)
     assert "more than 16 queries" in refusal({"heads": 16, "kv_heads": 1, "queries": 2})
     assert "64 or 128 columns" in refusal({"dim": 96, "value_dim": 96})
     assert "two-byte" in refusal({}, torch.float32)
@@ -379,7 +412,7 @@ def test_what_is_served() -> None:
         paged = {"kv_heads": page, "capacity": 2}  # [pages, keys of a page, heads, columns]
         query = inputs(**NARROW, dtype=torch.float16)[0]
         key, value = inputs(**(NARROW | paged), dtype=torch.float16)[1:]
-        found = decode_hopper.refusal(query, key, value, table, torch.ones(2), None)
+        found = decode_hopper.refusal(query, key, value, table, torch.ones(2), None, -1)
         assert (found == "") == served
         assert served or "pages" in found
     assert "empty" in refusal({"capacity": 0})
@@ -387,16 +420,16 @@ def test_what_is_served() -> None:
     assert not refusal({"batch": 256, "capacity": 10}, lengths=torch.zeros(256, dtype=torch.int32))
     assert "batch elements" in refusal({"batch": 257, "capacity": 10}, lengths=torch.zeros(257, dtype=torch.int32))
     query, key, value = inputs(**NARROW, dtype=torch.float16)
-    assert "contiguous" in decode_hopper.refusal(query, key.mT.contiguous().mT, value, None, None, None)
-    assert "contiguous" in decode_hopper.refusal(query.mT.contiguous().mT, key, value, None, None, None)
+    assert "contiguous" in decode_hopper.refusal(query, key.mT.contiguous().mT, value, None, None, None, -1)
+    assert "contiguous" in decode_hopper.refusal(query.mT.contiguous().mT, key, value, None, None, None, -1)
 
 
 def test_other_devices_and_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = inputs(**NARROW, dtype=torch.float16)
-    assert "other than Hopper" in decode_hopper.refusal(*tensors, None, None, None)
+    assert "other than Hopper" in decode_hopper.refusal(*tensors, None, None, None, -1)
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     monkeypatch.setattr(hopper, "RUN_WITH", ())
-    assert "versions of Triton" in decode_hopper.refusal(*tensors, None, None, None)
+    assert "versions of Triton" in decode_hopper.refusal(*tensors, None, None, None, -1)
 
 
 @pytest.mark.usefixtures("as_on_hopper")

@@ -53,7 +53,6 @@ def plan_functions() -> types.SimpleNamespace:
         max=torch.amax,
         min=torch.amin,
         zeros_like=torch.zeros_like,
-        convert_layout=lambda x, _: x,
         associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=torch.int32),
     )
     names: dict[str, Any] = {"gl": language, "__builtins__": builtins, "_uniform": lambda x: x}

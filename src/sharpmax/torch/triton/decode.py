@@ -57,7 +57,7 @@ def decode(
     output = value.new_empty((*query.shape[:3], value.shape[-1]))
     if stats.numel() == 0:
         return output, stats, beta
-    refused = decode_hopper.refusal(query, key, value, table, lengths, mask)
+    refused = decode_hopper.refusal(query, key, value, table, lengths, mask, left)
     if not refused and decode_hopper.pays(query, key, table, left):
         decode_hopper.decode(
             query, key, value, table, lengths, scale, softcap, left, entropy, numbers, splits, (output, stats, beta)

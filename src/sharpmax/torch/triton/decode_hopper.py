@@ -28,7 +28,7 @@ OVERHEAD = 16
 LEAST_TILES: float = 2
 """Tiles of keys for each processor, below which the portable kernels are taken."""
 MOST_BATCH = 256
-"""The most batch elements with lengths of their own: every warp keeps where the splits of each begin."""
+"""The most batch elements with lengths of their own: the plan of all of them is in shared memory."""
 SPARE = 8
 """Splits for each program, for which there is room beside those of full caches."""
 SPLITS = 128
@@ -42,7 +42,13 @@ PIECE = 64
 
 
 def refusal(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, lengths: Tensor | None, mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor | None,
+    lengths: Tensor | None,
+    mask: Tensor | None,
+    left: int,
 ) -> str:
     """What the kernel does not serve of a call, or nothing where it serves all of it."""
     if not hopper.is_hopper(query.device) or hopper.version() not in hopper.RUN_WITH:
@@ -64,7 +70,8 @@ def refusal(
         return f"more than {MOST_BATCH} batch elements with lengths of their own"
     if query.stride(-1) != 1 or hopper.strides(form_of(key)) is None or hopper.strides(form_of(value)) is None:
         return "rows that are not contiguous or do not begin at multiples of 16 bytes"
-    if -(-capacity_of(key, table) // KEYS) > TILES[_columns(rows)] * hopper.processors(query.device):
+    tiles = most_tiles(capacity_of(key, table), query.shape[2], left)
+    if tiles > TILES[_columns(rows)] * hopper.processors(query.device):
         return "caches whose logits do not fit into shared memory"
     return ""
 

@@ -83,7 +83,7 @@ def _pages(
 
 @gluon.jit
 def _page(pages, i: gl.constexpr, PAGE: gl.constexpr):
-    """One of the pages of a tile, all of which every thread holds."""
+    """One of the pages of a tile, all of which every thread holds; -1 for any number below."""
     page = pages
     if PAGE > 0:
         place = gl.arange(0, pages.shape[0], layout=pages.type.layout)
@@ -310,7 +310,8 @@ def _group_stats(
 ):  # fmt: skip
     """Statistics of rows from those of all splits from ``first`` on.
 
-    There may be more of them than ``SPLITS`` only where that exceeds ``FEW``.
+    There may be more of them than ``SPLITS`` only where that exceeds ``FEW``. Their number, which is carried through a
+    loop, bounds another one here: see :func:`_count`. It is not lost, as it does more.
     """
     if SPLITS > FEW:
         if splits > FEW:

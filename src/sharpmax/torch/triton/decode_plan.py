@@ -78,8 +78,7 @@ def planned(
 
     Of elements of the same length, ``BATCH`` of 1 stands for all. Splits are at most ``limit``; a head has at most one
     for each program. Splits of more tiles come first, so that those of a turn are about equal. ``TILES`` is one less
-    than a power of 2. Every warp gets all of the plan. Few numbers in each thread keep its code short, which matters
-    for what runs once.
+    than a power of 2. Few numbers in each thread keep the code short, which matters for what runs once.
     """
     groups, heads, capacity, left = sizes
     W: gl.constexpr = gl.num_warps()
