@@ -33,6 +33,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window": 0}, ValueError, "window"),
     ({"window": (1, 2, 3)}, ValueError, "window"),
     ({"softcap": -1.0}, ValueError, "softcap"),
+    ({"softcap": "30"}, ValueError, "expected softcap to be a positive number"),
+    ({"scale": "one"}, ValueError, "expected scale to be a finite number"),
+    ({"dropout_p": "a"}, ValueError, "dropout_p"),
     ({"scale": math.nan}, ValueError, "scale"),
     ({"dropout_p": 1.5}, ValueError, "dropout_p"),
     ({"attn_mask": torch.ones(3, 3, dtype=torch.bool)}, ValueError, "broadcast"),
@@ -214,7 +217,9 @@ def test_values_without_columns(impl: str) -> None:
         scaled_dot_product_attention(x, x, x[..., :0], impl="stock")
 
 
-def test_auto_knows_that_triton_takes_no_values_without_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_knows_that_triton_takes_no_values_without_columns_and_no_old_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(choice, "HAS_TRITON", True)
     device = type("Device", (), {"type": "cuda"})()
     x = torch.randn(1, 2, 5, 4)
@@ -226,7 +231,9 @@ def test_auto_knows_that_triton_takes_no_values_without_columns(monkeypatch: pyt
             return device if name == "device" else getattr(x, name)
 
     gpu: Any = OnGpu()
-    assert choice.triton_refusal(made._replace(q=gpu), None) == "values without columns"
+    for capability, words in ((8, "values without columns"), (7, "GPUs before Ampere")):
+        monkeypatch.setattr(choice, "compute_capability", lambda _, found=capability: found)
+        assert choice.triton_refusal(made._replace(q=gpu), None) == words
 
 
 def test_second_derivative_is_refused_in_one_sentence() -> None:

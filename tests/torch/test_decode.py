@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 import sharpmax
 import sharpmax.torch
+from sharpmax.torch import choice, decode
 from sharpmax.torch.decode import Attention, decode_attention, paged_decode_attention
 
 from .decode_cases import (
@@ -259,7 +260,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "no gradient": ((Q.clone().requires_grad_(), K, V), {}),
     "impl to be one of auto, triton, torch, got 'fast'": ((Q, K, V), {"impl": "fast"}),
     "window to be a whole number": ((Q, K, V), {"window": 0}),
-    "softcap to be a positive number": ((Q, K, V), {"softcap": 0.0}),
+    "softcap to be a positive number or None, got 0.0": ((Q, K, V), {"softcap": 0.0}),
+    "softcap to be a positive number or None, got '2'": ((Q, K, V), {"softcap": "2"}),
+    r"scale to be a finite number, got \[1\]": ((Q, K, V), {"scale": [1]}),
     "callable with RowStats, got str": ((Q, K, V), {"policy": "paper"}),
 }
 
@@ -284,6 +287,20 @@ def test_refused_pages() -> None:
     for message, arguments in refused.items():
         with pytest.raises((ValueError, TypeError), match=message):
             paged_decode_attention(*arguments)
+    for wrong in (-1, len(keys)):
+        listed = table.clone()
+        listed[1, 2] = wrong
+        with pytest.raises(ValueError, match=f"name pages from 0 to {len(keys) - 1}, got {wrong}"):
+            paged_decode_attention(Q, keys, values, listed, lengths_of([70, 70]))
+        paged_decode_attention(Q, keys, values, listed, lengths_of([70, 32]))  # that entry is beyond the valid ones
+
+
+def test_old_gpus_are_not_for_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    for capability, obstacle in ((7, "Ampere"), (8, ""), (9, ""), (0, "")):
+        monkeypatch.setattr(choice, "compute_capability", lambda _, found=capability: found)
+        assert obstacle in (decode._obstacle(Q, decode._Cache(K, V, None, None)) or "")
+        assert choice.before_ampere(Q.device) == (capability == 7)
 
 
 def test_gradients_are_refused_only_where_they_are_recorded() -> None:

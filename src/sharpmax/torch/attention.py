@@ -155,7 +155,8 @@ def row_stats(
     """The :class:`~sharpmax.RowStats` (entropy and all) of every attention row, ``[..., Hq, Lq]``.
 
     Arguments are those of :func:`scaled_dot_product_attention`; ``with_min`` asks for the minimum, which the spread
-    needs. Nothing of the size of the logits is held, except by ``impl="reference"``.
+    needs. Entropy, lse and mean are differentiable; maximum, minimum and count, and so the spread, have no gradient.
+    Nothing of the size of the logits is held, except by ``impl="reference"``.
     """
     inputs = checked(
         query, key, None, attn_mask, key_lengths, is_causal=is_causal, scale=scale, window=window, softcap=softcap,

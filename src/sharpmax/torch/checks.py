@@ -228,6 +228,12 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+def readable(x: Tensor) -> bool:
+    """Whether numbers can be read off ``x``, and nothing waits for a device then."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return x.device.type == "cpu" and type(x) is Tensor and not traced
+
+
 def has_tangent(*values: Any) -> bool:
     """Whether a derivative in forward mode hangs on a tensor among ``values``."""
     return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in values)
@@ -239,15 +245,20 @@ def geometry_of(
     """The geometry that the arguments of attention describe."""
     if not isinstance(is_causal, bool | np.bool_) and not (isinstance(is_causal, str) and is_causal == "lower_right"):
         raise ValueError(f"expected is_causal to be True, False or 'lower_right', got {is_causal!r}")
-    if softcap is not None and not 0 < softcap < math.inf:
+    if softcap is not None and not (_number(softcap) and 0 < softcap < math.inf):
         raise ValueError(f"expected softcap to be a positive number or None, got {softcap!r}")
-    if scale is not None and not -math.inf < scale < math.inf:
+    if scale is not None and not (_number(scale) and -math.inf < scale < math.inf):
         raise ValueError(f"expected scale to be a finite number, got {scale!r}")
     left, right = band(window)
     if is_causal:
         right = 0
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     return Geometry(factor, 0.0 if softcap is None else float(softcap), left, right, is_causal == "lower_right")
+
+
+def _number(x: Any) -> bool:
+    """Whether ``x`` is a number, or stands for one."""
+    return isinstance(x, int | float | np.number | torch.SymInt | torch.SymFloat | Tensor)
 
 
 def _whole(x: Any) -> bool:
@@ -267,7 +278,7 @@ def band(window: Any) -> tuple[int, int]:
 
 def check_dropout(dropout_p: float) -> None:
     """Refuse a probability that is none."""
-    if not 0.0 <= dropout_p <= 1.0:
+    if not (_number(dropout_p) and 0.0 <= dropout_p <= 1.0):
         raise ValueError(f"expected dropout_p to be between 0 and 1, got {dropout_p!r}")
 
 

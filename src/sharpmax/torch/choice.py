@@ -86,6 +86,11 @@ def compute_capability(device: torch.device) -> int:
     return _ask_for_capability(device) if device.type == "cuda" and torch.version.hip is None else 0
 
 
+def before_ampere(device: torch.device) -> bool:
+    """Whether it is an NVIDIA GPU of a generation that the kernels are not for."""
+    return 0 < compute_capability(device) < 8
+
+
 @functools.cache
 def _ask_for_capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
@@ -150,6 +155,8 @@ def triton_refusal(inputs: Inputs, policy: Policy | None) -> str:
         return "a call without Triton installed"
     if q.device.type != "cuda":
         return f"tensors on {q.device.type}"
+    if before_ampere(q.device):
+        return "GPUs before Ampere"
     if q.dtype == torch.float64:
         return "float64"
     if q.shape[-1] > LARGEST_HEAD or (v is not None and v.shape[-1] > LARGEST_HEAD):

@@ -19,8 +19,17 @@ from ..core.softmax import softmax
 from ..core.stats import RowStats, row_stats
 from .attention import Attention, row_betas
 from .blocks import accumulation
-from .checks import WHOLE, Window, check_policy, forward_mode, full_precision, geometry_of, has_tangent
-from .choice import HAS_TRITON
+from .checks import (
+    WHOLE,
+    Window,
+    check_policy,
+    forward_mode,
+    full_precision,
+    geometry_of,
+    has_tangent,
+    readable,
+)
+from .choice import HAS_TRITON, before_ampere
 from .geometry import ALL, LARGEST_HEAD, Geometry, visible_counts
 
 MOST_QUERIES = 16
@@ -67,10 +76,12 @@ def decode_attention(
       window: ``w``: a query sees the ``w`` latest keys up to its own position; or ``(left, right)``, of which ``left``
         counts the keys before it, -1 for all. All if not given.
       softcap: logits are ``softcap * tanh(logits / softcap)``.
-      impl: ``"triton"`` (NVIDIA and AMD GPUs), ``"torch"`` (anywhere), or ``"auto"``: the kernels where they serve.
+      impl: ``"triton"`` (NVIDIA GPUs from Ampere on; AMD's are not refused, and were never tried), ``"torch"``
+        (anywhere), or ``"auto"``: the kernels where they serve.
       return_stats: return a :class:`Attention` in place of the output.
 
-    There is no gradient: use ``scaled_dot_product_attention`` to train.
+    There is no gradient: use ``scaled_dot_product_attention`` to train. Autocast changes nothing: it would cast the
+    whole cache in every step.
     """
     _check_tensors(query=query, key=key, value=value)
     _check_query(query)
@@ -112,7 +123,8 @@ def paged_decode_attention(
       key_cache, value_cache: ``[pages, page size, Hkv, D]`` and ``[pages, page size, Hkv, Dv]``.
       block_table: whole numbers ``[B, most pages]``: key ``n`` of a sequence is in page
         ``block_table[b, n // page size]``. Entries of pages without a visible key, beyond the valid ones or before the
-        window, may be anything; the pages they name are not read.
+        window, may be anything; the pages they name are not read. Others must name a page, which is checked on a CPU
+        alone.
       cache_lengths: whole numbers ``[B]``, how many keys are valid.
       scale, policy, window, softcap, impl, return_stats: as in :func:`decode_attention`.
     """
@@ -229,6 +241,8 @@ def _obstacle(query: Tensor, cache: _Cache) -> str | None:
         return f"impl='triton' serves head sizes from 1 to {LARGEST_HEAD}, got {got}"
     if query.device.type != "cuda" and not kernels.INTERPRETED:
         return f"impl='triton' needs tensors on a GPU, got {query.device}"
+    if before_ampere(query.device):
+        return "impl='triton' needs a GPU of the generation of Ampere or later"
     return None
 
 
@@ -309,6 +323,9 @@ def _gathered(pages: Tensor, cache: _Cache, left: int, queries: int) -> Tensor:
     if left != ALL:
         visible = visible & (starts + size > lengths - queries - left)
     table = torch.where(visible, cache.table, 0)
+    if readable(table) and not bool(((table >= 0) & (table < len(pages))).all()):
+        wrong = table[(table < 0) | (table >= len(pages))][0]
+        raise ValueError(f"expected block_table to name pages from 0 to {len(pages) - 1}, got {int(wrong)}")
     held = pages[table].masked_fill(~visible[..., None, None, None], 0.0)
     return held.flatten(1, 2).transpose(1, 2)
 

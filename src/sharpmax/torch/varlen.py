@@ -31,6 +31,7 @@ from .checks import (
     full_precision,
     geometry_of,
     misfit,
+    readable,
     under_autocast,
 )
 from .choice import choose
@@ -130,10 +131,5 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Any, cu_k: An
     if cu_q.shape != cu_k.shape:
         raise ValueError(f"expected as many documents of queries as of keys, got {len(cu_q) - 1} and {len(cu_k) - 1}")
     for name, starts, tokens in (("cu_seqlens_q", cu_q, len(query)), ("cu_seqlens_k", cu_k, len(key))):
-        if starts.device.type == "cpu" and type(starts) is Tensor and not _traced():
+        if readable(starts):
             ops.check_starts(name, starts.tolist(), tokens)
-
-
-def _traced() -> bool:
-    """Whether numbers cannot be read off a tensor."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
