@@ -36,7 +36,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .decode_kernel import LOG2E, MASKED
 from .decode_plan import oldest_of, place_of, planned, recalled, splits_of
-from .hopper_kernel import advance, ex2, item_of_turn, load_tile, lowered_beta, reinterpret, synchronize, turns_of
+from .hopper_kernel import (
+    advance,
+    barriers,
+    ex2,
+    item_of_turn,
+    load_tile,
+    lowered_beta,
+    reinterpret,
+    synchronize,
+    turns_of,
+)
 
 WHOLE_NUMBERS = (
     "stride_qb", "stride_qh", "stride_ql", "stride_table", "stride_part", "stride_stats",
@@ -485,11 +495,8 @@ def hopper_decode_kernel(
     kept = gl.allocate_shared_memory(gl.float32, [2 * TILES, KEYS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     kept_valid = gl.allocate_shared_memory(gl.int32, [BATCH], flat)
     kept_firsts = gl.allocate_shared_memory(gl.int32, [BATCH], flat)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
+    full = barriers(STAGES, 1)
+    free = barriers(STAGES, 1)
     fence_async_shared()
     sizes = (groups, heads, capacity, left)
     items, share, valid, firsts = planned(

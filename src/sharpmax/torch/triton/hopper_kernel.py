@@ -181,6 +181,15 @@ def _tiles_seen(first, queries, keys, shift, COUNT: gl.constexpr, CAUSAL: gl.con
 
 
 @gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many barriers, each of which waits for so many arrivals; to be used after a fence and a synchronisation."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
 def advance(stage, phase, STAGES: gl.constexpr):
     """The next place in a ring, and the parity of the barrier there."""
     last = stage == STAGES - 1
@@ -324,16 +333,10 @@ def hopper_stats_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tiles = gl.allocate_shared_memory(dtype, [SLOTS * GROUPS, LINES, D], shared)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], shared)
-    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS * GROUPS, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [SLOTS * GROUPS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS * GROUPS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=GROUPS)
+    q_full = barriers(SLOTS * GROUPS, 1)
+    q_free = barriers(SLOTS * GROUPS, 1)
+    k_full = barriers(STAGES, 1)
+    k_free = barriers(STAGES, GROUPS)
     fence_async_shared()
     synchronize()
     outputs = (out_max, out_sum, out_moment, out_count, out_beta)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_kernel import advance, assigned, ex2, load_tile, store_tile, synchronize, turns_of
+from .hopper_kernel import advance, assigned, barriers, ex2, load_tile, store_tile, synchronize, turns_of
 from .hopper_query_kernel import (
     COMPUTE_REGISTERS,
     GROUPS,
@@ -217,22 +217,16 @@ def hopper_key_kernel(
     g_tiles = gl.allocate_shared_memory(dtype, [STAGES, LINES, D], shared)
     out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, LINES, D], shared)
     n_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, NUMBERS * LINES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=2)
-        mbarrier.init(q_free.index(i), count=GROUPS)
+    k_full = barriers(GROUPS, 1)
+    k_free = barriers(GROUPS, 1)
+    q_full = barriers(STAGES, 2)
+    q_free = barriers(STAGES, GROUPS)
     fence_async_shared()
     synchronize()
     sizes = (items, section, blocks, sequences, heads, group, queries)
-    barriers = (k_full, k_free, q_full, q_free)
-    what = (dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, out_tiles, barriers, sizes, unit, scale)
-    load = (k_desc, v_desc, q_desc, g_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, barriers, numbers, sizes)
+    all_barriers = (k_full, k_free, q_full, q_free)
+    what = (dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, out_tiles, all_barriers, sizes, unit, scale)
+    load = (k_desc, v_desc, q_desc, g_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, all_barriers, numbers, sizes)
     gl.warp_specialize([
         (_compute, (what, 0, STAGES, CAUSAL)),
         (_compute, (what, 1, STAGES, CAUSAL)),

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import hopper_backward
-from .hopper_kernel import advance, assigned, ex2, load_tile, store_tile, synchronize, turns_of
+from .hopper_kernel import advance, assigned, barriers, ex2, load_tile, store_tile, synchronize, turns_of
 
 GROUPS = gl.constexpr(2)
 """Warpgroups that compute."""
@@ -291,16 +291,10 @@ def hopper_query_kernel(
     g_tiles = gl.allocate_shared_memory(dtype, [SLOTS * GROUPS, LINES, D], shared)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, LINES, D], shared)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, LINES, D], shared)
-    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS * GROUPS, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [SLOTS * GROUPS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS * GROUPS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=GROUPS)
+    q_full = barriers(SLOTS * GROUPS, 1)
+    q_free = barriers(SLOTS * GROUPS, 1)
+    k_full = barriers(STAGES, 1)
+    k_free = barriers(STAGES, GROUPS)
     fence_async_shared()
     synchronize()
     sizes = (items, section, blocks, sequences, heads, group, queries, keys)
