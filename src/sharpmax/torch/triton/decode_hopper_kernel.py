@@ -5,8 +5,7 @@ the cache. Each program goes through the keys of its split, keeps their logits i
 statistics. With those of the whole group it has beta, and goes through the values of the split. In between come the
 keys of its next split, so that it hardly waits for others. In the end, parts of the output are added up.
 
-One warp copies keys and values into a ring of tiles (TMA), as far ahead of the others as the ring allows. From a cache
-of pages a tile comes in pieces, one for each page and 64 columns.
+One warp copies keys and values into a ring of tiles (:mod:`.decode_hopper_load`).
 
 Products are transposed: keys (or columns of values) are the rows of a tile, of which a warpgroup takes 64, and queries
 its columns, of which 8 suffice. A thread finds the logits that it kept where it put them.
@@ -34,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .decode_hopper_load import count, load
+from .decode_hopper_stats import group_stats, merged
 from .decode_kernel import LOG2E, MASKED
 from .decode_plan import oldest_of, place_of, planned, recalled, splits_of
 from .hopper_kernel import (
@@ -41,9 +42,7 @@ from .hopper_kernel import (
     barriers,
     ex2,
     item_of_turn,
-    load_tile,
     lowered_beta,
-    reinterpret,
     synchronize,
     turns_of,
 )
@@ -56,18 +55,6 @@ LOAD_REGISTERS = gl.constexpr(96)
 """Registers of a thread of the warp that copies."""
 SLICE = gl.constexpr(32)
 """Rows of a tile of values that are cleared at a time: all of them at once take more registers than there are."""
-FEW = gl.constexpr(32)
-"""Splits of a head whose statistics are merged at once where they are no more, however many there might be."""
-
-
-@gluon.jit
-def _count(first, last, KEYS: gl.constexpr):
-    """How many tiles there are from one key to another.
-
-    From keys that are carried through a loop, it is counted anew: a number that is carried itself, and bounds a loop
-    but does nothing else, is lost by Triton 3.6.
-    """
-    return gl.maximum((last - first + KEYS - 1) // KEYS, 0)
 
 
 @gluon.jit
@@ -75,108 +62,6 @@ def _row_span(row, length, left, QUERIES: gl.constexpr):
     """The newest and the oldest key that each row sees."""
     newest = length - QUERIES + row % QUERIES
     return newest, gl.where(left >= 0, gl.maximum(newest - left, 0), 0)
-
-
-@gluon.jit
-def _pages(
-    table, stride_table, batch, start, oldest, last, COUNT: gl.constexpr, ROWS: gl.constexpr, PAGE: gl.constexpr
-):
-    """The pages of a tile, -1 for those in which no key is in sight; without pages, the batch element."""
-    pages = batch
-    if PAGE > 0:
-        layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])
-        key = start + gl.arange(0, COUNT, layout=layout) * ROWS
-        place = table + batch.to(gl.int64) * stride_table + key // PAGE
-        pages = gl.load(place, mask=(key < last) & (key + ROWS > oldest), other=-1)
-    return pages
-
-
-@gluon.jit
-def _page(pages, i: gl.constexpr, PAGE: gl.constexpr):
-    """One of the pages of a tile, all of which every thread holds; -1 for any number below."""
-    page = pages
-    if PAGE > 0:
-        place = gl.arange(0, pages.shape[0], layout=pages.type.layout)
-        page = gl.max(gl.where(place == i, pages, -1), 0)
-    return page
-
-
-@gluon.jit
-def _send(
-    desc, turn, ring, stage, phase, plan, sizes, table, stride_table,
-    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
-):  # fmt: skip
-    """Copy the keys of a program's split, or its values, into the next tiles of the ring; where it stands then.
-
-    What lies in no page is filled with zeros: no page has the number -1.
-    """
-    tiles, full, free = ring
-    D: gl.constexpr = tiles.shape[2]
-    ROWS: gl.constexpr = desc.block_type.shape[2]
-    WIDTH: gl.constexpr = desc.block_type.shape[3]
-    COUNT: gl.constexpr = KEYS // ROWS
-    parts = reinterpret(tiles, tiles.dtype, [STAGES * (D // WIDTH) * COUNT, ROWS, WIDTH], tiles.layout)
-    batch, head, length, _, _, first, last = place_of(item_of_turn(turn), plan, sizes, QUERIES, KEYS)
-    oldest = oldest_of(length, sizes[3], QUERIES)
-    pages = _pages(table, stride_table, batch, first, oldest, last, COUNT, ROWS, PAGE)
-    for i in range(_count(first, last, KEYS)):
-        start = first + i * KEYS
-        these = pages
-        pages = _pages(table, stride_table, batch, start + KEYS, oldest, last, COUNT, ROWS, PAGE)
-        mbarrier.wait(free.index(stage), phase)
-        mbarrier.expect(full.index(stage), KEYS * D * tiles.dtype.primitive_bitwidth // 8)
-        row = start % PAGE if PAGE > 0 else start
-        for n in gl.static_range(COUNT):
-            for m in gl.static_range(D // WIDTH):
-                part = parts.index((stage * (D // WIDTH) + m) * COUNT + n)
-                load_tile(desc, [_page(these, n, PAGE), head, row, m * WIDTH], full.index(stage), part)
-        stage, phase = advance(stage, phase, STAGES)
-    return stage, phase
-
-
-@gluon.jit
-def _load(
-    what, BATCH: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr
-):
-    """All tiles of a program, in the order in which they are read: keys of a split, then values of the one before.
-
-    Where a split lies is worked out for each anew: see :func:`_count`.
-    """
-    k_desc, v_desc, ring, kept_plan, sizes, table, stride_table = what
-    plan = recalled(kept_plan, BATCH)
-    turns = turns_of(plan[0])
-    stage = 0
-    phase = 1
-    for turn in range(turns + 1):
-        if turn < turns:
-            stage, phase = _send(
-                k_desc, turn, ring, stage, phase, plan, sizes, table, stride_table, QUERIES, KEYS, STAGES, PAGE
-            )  # fmt: skip
-        if turn > 0:
-            stage, phase = _send(
-                v_desc, turn - 1, ring, stage, phase, plan, sizes, table, stride_table, QUERIES, KEYS, STAGES, PAGE
-            )  # fmt: skip
-
-
-@gluon.jit
-def _joined(high, total, moment, other_high, other_total, other_moment):
-    """Statistics of two parts together."""
-    top = gl.maximum(high, other_high)
-    step, other_step = high - top, other_high - top
-    fade, other_fade = gl.exp2(step * LOG2E), gl.exp2(other_step * LOG2E)
-    return (
-        top,
-        fade * total + other_fade * other_total,
-        fade * (moment + step * total) + other_fade * (other_moment + other_step * other_total),
-    )
-
-
-@gluon.jit
-def _merged(high, total, moment):
-    """Maximum, sum and shifted moment from those of parts, which lie along axis 0."""
-    top, total, moment = gl.reduce((high, total, moment), 0, _joined)
-    some = top > MASKED
-    return top, gl.where(some, total, 0.0), gl.where(some, moment, 0.0)
 
 
 @gluon.jit
@@ -196,9 +81,9 @@ def _publish(counters, number, splits, other, other_splits):
 
 
 @gluon.jit
-def _await(counter, count):
-    """Wait until ``count`` programs have been counted; what they had written before can be read."""
-    while gl.atomic_add(counter, 0, sem="acquire") < count:
+def _await(counter, number):
+    """Wait until ``number`` programs have been counted; what they had written before can be read."""
+    while gl.atomic_add(counter, 0, sem="acquire") < number:
         pass
     synchronize()
 
@@ -232,7 +117,7 @@ def _pass_keys(
     high = zero + MASKED
     total = zero
     moment = zero
-    for i in range(_count(first, last, KEYS)):
+    for i in range(count(first, last, KEYS)):
         mbarrier.wait(full.index(stage), phase)
         z = warpgroup_mma(tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(0, deps=(z,))
@@ -252,7 +137,7 @@ def _pass_keys(
         moment = gl.where(higher, scaled * (moment + gap * total), moment + scaled * gap)
         total = gl.where(higher, scaled * total + 1.0, total + scaled)
         high = gl.where(higher, z, high)
-    top, total, moment = _merged(high, total, moment)
+    top, total, moment = merged(high, total, moment)
     return top, total, moment, stage, phase
 
 
@@ -274,7 +159,7 @@ def _pass_values(
     peak = gl.expand_dims(top, 0)
     out = gl.zeros([D, COLUMNS], gl.float32, layout=layout)
     weight = gl.zeros([KEYS, COLUMNS], gl.float32, layout=layout)
-    for i in range(_count(first, last, KEYS)):
+    for i in range(count(first, last, KEYS)):
         z = kept.index(slot + i).load(layout)
         w = gl.where(z >= lowest, ex2(factor * (z - peak)), 0.0)
         weight += w
@@ -296,44 +181,6 @@ def _pass_values(
         mbarrier.arrive(free.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
     return out, gl.sum(weight, 0), stage, phase
-
-
-@gluon.jit
-def _some_stats(parts, first, splits, stride_part, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SPLITS: gl.constexpr):
-    """Maximum, sum and shifted moment of rows from those of up to ``SPLITS`` splits from ``first`` on."""
-    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [32 // COLUMNS, COLUMNS], [gl.num_warps(), 1], [1, 0])
-    each = gl.expand_dims(gl.arange(0, SPLITS, layout=gl.SliceLayout(1, pairs)), 1)
-    line = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, pairs)), 0)
-    place = parts + first.to(gl.int64) * ROWS + each * ROWS + line
-    there = (each < splits) & (line < ROWS)
-    return _merged(
-        gl.load(place, mask=there, other=MASKED),
-        gl.load(place + stride_part, mask=there, other=0.0),
-        gl.load(place + 2 * stride_part, mask=there, other=0.0),
-    )
-
-
-@gluon.jit
-def _group_stats(
-    parts, first, splits, stride_part, layout: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    SPLITS: gl.constexpr,
-):  # fmt: skip
-    """Statistics of rows from those of all splits from ``first`` on.
-
-    There may be more of them than ``SPLITS`` only where that exceeds ``FEW``. Their number, which is carried through a
-    loop, bounds another one here: see :func:`_count`. It is not lost, as it does more.
-    """
-    if SPLITS > FEW:
-        if splits > FEW:
-            top, total, moment = _some_stats(parts, first, splits, stride_part, ROWS, COLUMNS, SPLITS)
-        else:
-            top, total, moment = _some_stats(parts, first, splits, stride_part, ROWS, COLUMNS, FEW)
-        for start in range(SPLITS, splits, FEW):
-            more = _some_stats(parts, first + start, splits - start, stride_part, ROWS, COLUMNS, FEW)
-            top, total, moment = _joined(top, total, moment, more[0], more[1], more[2])
-    else:
-        top, total, moment = _some_stats(parts, first, splits, stride_part, ROWS, COLUMNS, SPLITS)
-    return gl.convert_layout(top, layout), gl.convert_layout(total, layout), gl.convert_layout(moment, layout)
 
 
 @gluon.jit
@@ -399,7 +246,7 @@ def _compute(
             pair, length, split, splits = _pair(before, heads), before[2], before[3], before[4]
             if splits > 1:
                 _await(counters + pair, splits)
-            top, total, moment = _group_stats(
+            top, total, moment = group_stats(
                 parts, item - split, splits, stride_part, row_layout, ROWS, COLUMNS, SPLITS
             )  # fmt: skip
             if ENTROPY:
@@ -513,8 +360,8 @@ def hopper_decode_kernel(
     numbers = (stride_part, stride_stats, scale, softcap)
     policy = ((c7, c6, c5, c4, c3, c2, c1, c0), (lo, hi, threshold, floor))
     what = ((ring, q_tile, w_tile, kept), tensors, numbers, kept_plan, sizes, policy)
-    load = (k_desc, v_desc, ring, kept_plan, sizes, table, stride_table)
+    sources = (k_desc, v_desc, ring, kept_plan, sizes, table, stride_table)
     gl.warp_specialize([
         (_compute, (what, ROWS, QUERIES, CAPPED, ENTROPY, BATCH, TILES, SPLITS, LINES, CHUNK)),
-        (_load, (load, BATCH, QUERIES, KEYS, STAGES, PAGE)),
+        (load, (sources, BATCH, QUERIES, KEYS, STAGES, PAGE)),
     ], [1], [LOAD_REGISTERS])  # fmt: skip
