@@ -156,6 +156,12 @@ DECODES = {
 """Ways of decoding, by their names in the results."""
 
 
+def stock_errors() -> list[float]:
+    """Errors of the output of ``stock`` as multiples of the peer's."""
+    cases = load("benchmarks/results/attention_cuda.json")["accuracy"]
+    return [case["ratios_to_peer"]["stock"]["output"] for case in cases]
+
+
 def decode_speed() -> str:
     """Milliseconds of one decoding step against the best stock one."""
     lines = []
@@ -231,6 +237,21 @@ def decode_phrases() -> list[str]:
         f"takes {extremes(of_stock)} times as long as the best stock decode on the valid part",
         f"ragged ones (lengths drawn evenly) take {ranges['ragged']} times as long as with the portable kernels",
         f"those of which a tenth is valid {ranges['a tenth']} times, and those with 1,024 keys {ranges['1,024']} times",
+    ]
+
+
+def decode_limits() -> list[str]:
+    """What docs/attention.md says of the sizes that the decoding kernel for Hopper takes, from its constants."""
+    from sharpmax.torch.triton import decode_hopper as kernel
+
+    processors = 132  # of an H200
+    (few, keys), (_, fewer) = ((columns, kernel.KEYS * tiles) for columns, tiles in kernel.TILES.items())
+    return [
+        f"from {kernel.LEAST_TILES * processors:.0f} tiles of {kernel.KEYS} keys on",
+        f"a capacity of {processors * keys:,} keys ({processors * fewer:,} with more than {few} queries for each head)",
+        f"for batches of up to {kernel.MOST_BATCH}",
+        f"`batch * heads * ceil(capacity / {keys:,}) + {kernel.SPARE * processors:,}` splits",
+        f"({fewer} in place of {keys:,} with more than {few} queries for a head)",
     ]
 
 
@@ -353,8 +374,10 @@ def attention_doc_phrases() -> list[str]:
         tiles_phrase(),
         *short_phrases(),
         *decode_phrases(),
+        *decode_limits(),
         f"forward takes {ranges['forward']} times as long as cuDNN",
         f"needs {detached_memory()} times the memory of cuDNN's",
+        f"the error of its output was measured at {max(stock_errors()):.0f} times that of stock attention",
         f"{ranges['flash forward']} times as long as FlashAttention 2 (at 64 columns "
         f"{ranges['narrow flash forward']} times)",
         f"forward and backward together take {ranges['backward']} and {ranges['flash forward+backward']} times "
