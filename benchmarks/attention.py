@@ -1,13 +1,12 @@
 """Attention with adaptive temperature on a GPU, against stock attention and a literal Figure 4, in speed and in error.
 
-    python -m benchmarks.attention [--quick] [--flex] [--lengths N ...] [--model NAME] [--batch N] [--out FILE]
+    python -m benchmarks.attention [--quick] [--flex] [--lengths N ...] [--heads FILE ...] [--out FILE]
 
 Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured. ``impl="stock"``: a kernel gives statistics,
 beta and ``beta * q``, and stock attention (cuDNN) does the rest. ``impl="triton"``: a kernel gives the statistics and
 beta, and another one attends with beta on the logits in float32. "detached" is the same policy without its gradient.
-Our kernels are timed alone too. Inputs are scaled so that the paper's policy acts; the share of rows
-with beta above 1.3 is recorded with each result. With --model, inputs are what layers of that model attend with, over
-8,192 tokens of this package's source.
+Our kernels are timed alone too. Inputs are scaled so that the paper's policy acts; the share of rows with beta above
+1.3 is recorded with each result. With --heads, inputs are what ``benchmarks.recorded_heads`` has recorded of a model.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import sharpmax
 import sharpmax.torch
 from benchmarks.figure4 import torch_figure4
+from benchmarks.recorded_heads import read
 from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
 from sharpmax.torch.geometry import ALL, Geometry
@@ -272,14 +272,12 @@ def long(shape: tuple[int, int, int, int]) -> dict[str, Any]:
     return speed(x, few(x, backward=shape == LONG[0]), True, logit_deviation=round(deviation_for(shape[2]), 3))
 
 
-def recorded(model: str, length: int, layers: list[int], batch: int) -> Iterator[dict[str, Any]]:
-    """The heads of real layers, causal."""
-    from benchmarks.recorded_heads import recorded_heads
-
-    for layer, tensors in recorded_heads(model, length, layers, "cuda", batch):
-        q, k, v = (t.contiguous().requires_grad_() for t in tensors)
-        x = Inputs(q, k, v, torch.randn_like(v), True)
-        yield speed(x, functions(x, False, False), True, model=model, layer=layer)
+def recorded(path: Path) -> dict[str, Any]:
+    """The heads of a real layer, causal."""
+    said, tensors = read(path)
+    q, k, v = (t.to("cuda").requires_grad_() for t in tensors)
+    x = Inputs(q, k, v, torch.randn_like(v), True)
+    return speed(x, functions(x, False, False), True, model=said["model"], layer=int(said["layer"]))
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -345,9 +343,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one shape, causal and full, short timings")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation is slow")
     parser.add_argument("--lengths", type=int, nargs="*", help="these lengths, and nothing else")
-    parser.add_argument("--model", help="heads of this model, as for sharpmax diagnose, and nothing else")
-    parser.add_argument("--layers", type=int, nargs="+", default=[0, 10, 20], help="of the model")
-    parser.add_argument("--batch", type=int, default=1, help="texts that the model reads at once")
+    parser.add_argument("--heads", type=Path, nargs="+", help="files of recorded heads, and nothing else")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_cuda.json")
     arguments = parser.parse_args()
     quick, flex = arguments.quick, arguments.flex
@@ -365,8 +361,8 @@ def main() -> None:
             finite = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
             write_text(arguments.out, json.dumps(finite, indent=2) + "\n")
 
-    if arguments.model:
-        save("recorded", recorded(arguments.model, (arguments.lengths or [8192])[0], arguments.layers, arguments.batch))
+    if arguments.heads:
+        save("recorded", (recorded(path) for path in arguments.heads))
         return
     lengths = arguments.lengths or ([MAIN[2]] if quick else [shape[2] for shape in SHAPES])
     shapes = [shape for shape in SHAPES if shape[2] in lengths]

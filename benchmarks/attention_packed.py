@@ -47,12 +47,13 @@ def document_starts(generator: torch.Generator) -> Tensor:
     return torch.tensor(starts, dtype=torch.int32, device="cuda")
 
 
-def inputs(heads: int, key_heads: int, columns: int, generator: torch.Generator) -> list[Tensor]:
+def inputs(heads: int, key_heads: int, columns: int) -> list[Tensor]:
     """Queries, keys, values and the cotangent of the output; logits deviate so that the policy acts."""
     deviation = math.sqrt(2 * max(0.5, math.log(MEAN) - ENTROPY))
     shapes = ((heads, deviation), (key_heads, 1.0), (key_heads, 1.0), (heads, 1.0))
-    tensors = [torch.randn((TOKENS, n, columns), generator=generator) * factor for n, factor in shapes]
-    return [x.to("cuda", torch.bfloat16).requires_grad_() for x in tensors]
+    generator = torch.Generator("cuda").manual_seed(0)
+    tensors = [torch.randn((TOKENS, n, columns), generator=generator, device="cuda") * factor for n, factor in shapes]
+    return [x.to(torch.bfloat16).requires_grad_() for x in tensors]
 
 
 def functions(tensors: list[Tensor], starts: Tensor) -> dict[str, Callable[[], Any]]:
@@ -89,11 +90,8 @@ def milliseconds(function: Callable[[], Any]) -> float | str:
 
 
 def measured(heads: int, key_heads: int, columns: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    starts = document_starts(generator)
-    times = {
-        name: milliseconds(f) for name, f in functions(inputs(heads, key_heads, columns, generator), starts).items()
-    }
+    starts = document_starts(torch.Generator().manual_seed(0))
+    times = {name: milliseconds(f) for name, f in functions(inputs(heads, key_heads, columns), starts).items()}
     ratios = {}
     for name, time in times.items():
         peer = times["varlen_attn forward" + "+backward" * ("+backward" in name)]
@@ -117,13 +115,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.attention_packed needs a GPU")
-    content = {
-        "dtype": "bfloat16",
-        "tokens": TOKENS,
-        "results": [measured(*shape) for shape in SHAPES],
-        "provenance": provenance(["python", "-m", "benchmarks.attention_packed", *sys.argv[1:]]),
-    }
-    write_text(arguments.out, json.dumps(content, indent=2) + "\n")
+    results: list[dict[str, Any]] = []
+    for shape in SHAPES:
+        results.append(measured(*shape))
+        made = provenance(["python", "-m", "benchmarks.attention_packed", *sys.argv[1:]])
+        content = {"dtype": "bfloat16", "tokens": TOKENS, "results": results, "provenance": made}
+        write_text(arguments.out, json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

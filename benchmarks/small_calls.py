@@ -1,69 +1,137 @@
-"""Small calls of the kernels for Hopper, with several parts for each program, for compute-sanitizer to look at.
+"""Small calls of the Triton kernels, for compute-sanitizer to look at; ``benchmarks.sanitized`` does that.
 
-    compute-sanitizer --tool racecheck python -m benchmarks.small_calls decode|gradient [--programs N]
+    compute-sanitizer --tool racecheck python -m benchmarks.small_calls NAME
 
-Prints sizes of the results, so that it can be seen that they do not change.
+Kernels for Hopper are run by few programs, so that each of them has several blocks or parts to do. "control" is none of
+ours: a kernel that does nothing but hand work to specialised warps. Prints the kernels that ran.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 import sharpmax
-from sharpmax.torch import decode_attention, paged_decode_attention
+from sharpmax.torch import decode_attention, fused, paged_decode_attention, scaled_dot_product_attention
 from sharpmax.torch.geometry import Geometry
+from sharpmax.torch.triton import decode_hopper, hopper, hopper_backward
+from sharpmax.torch.triton.hopper_kernel import synchronize
 
 PAGE = 16
 WIDTHS = (64, 128)
+PROGRAMS = 3
 
 
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
 
 
-def decode(width: int) -> None:
-    query, key, value = normal(3, 8, 1, width), normal(3, 1, 2496, width), normal(3, 1, 2496, width)
+def few_programs() -> None:
+    """Let kernels for Hopper be taken, as on a GPU of few processors."""
+    hopper.processors = hopper_backward.processors = lambda _: PROGRAMS
+    decode_hopper.LEAST_TILES = 0
+
+
+def hopper_prefill() -> None:
+    """Statistics, beta and ``beta * q``, and both gradient kernels."""
+    few_programs()
+    policy: Any = sharpmax.PAPER.lower()
+    numbers = fused.policy_numbers(policy)
+    for width in WIDTHS:
+        for geometry in (Geometry(0.2, right=0), Geometry(0.2)):
+            q, k, v = leaves = [normal(1, heads, 300, width).requires_grad_() for heads in (4, 2, 2)]
+            out = fused.sharpened_attention(q, k, v, geometry.numbers, numbers)[0]
+            check(*torch.autograd.grad(out, leaves, normal(*out.shape)))
+
+
+def hopper_decode() -> None:
+    few_programs()
+    for width in WIDTHS:
+        decoded(width, torch.bfloat16)
+
+
+def portable_prefill() -> None:
+    """Statistics, attention and gradients by the kernels for every GPU, with what tiles have at their edges."""
+    shapes: Any = ((64, {"is_causal": True}), (80, {}), (32, {"is_causal": True, "window": (40, 0)}))
+    for dtype in (torch.float16, torch.float32):
+        for width, options in shapes:
+            q, k, v = leaves = [normal(1, heads, 150, width, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
+            out = scaled_dot_product_attention(q, k, v, impl="triton", enable_gqa=True, **options)
+            check(out, *torch.autograd.grad(out, leaves, normal(*out.shape, dtype=dtype)))
+
+
+def portable_decode() -> None:
+    for width in (32, 64):
+        decoded(width, torch.float16)
+
+
+def decoded(width: int, dtype: torch.dtype) -> None:
+    """Decoding with lengths and without them, and from pages."""
+    query, key, value = (normal(*shape, width, dtype=dtype) for shape in ((3, 8, 1), (3, 1, 2496), (3, 1, 2496)))
     lengths = torch.tensor([2496, 0, 700], device="cuda", dtype=torch.int32)
     keys, values = (cache.reshape(-1, PAGE, 1, width) for cache in (key, value))
     table = torch.arange(len(keys), device="cuda", dtype=torch.int32).view(3, -1)
-    found: tuple[Any, ...] = (
-        decode_attention(query, key, value, lengths),
-        decode_attention(query, key, value),
-        paged_decode_attention(query, keys, values, table, lengths),
-    )
-    print(f"decode {width}", [float(x.abs().max()) for x in found])
+    check(decode_attention(query, key, value, lengths), decode_attention(query, key, value))
+    check(paged_decode_attention(query, keys, values, table, lengths))
 
 
-def gradient(width: int) -> None:
-    from sharpmax.torch import fused
+@gluon.jit
+def _wait_and_store(out, value, rounds):
+    for _ in range(rounds):
+        synchronize()
+    gl.store(out, value)
 
-    policy: Any = sharpmax.PAPER.lower()
-    numbers = fused.policy_numbers(policy)
-    for geometry in (Geometry(0.2, right=0), Geometry(0.2)):
-        q, k, v = leaves = [normal(1, heads, 300, width).requires_grad_() for heads in (2, 1, 1)]
-        out = fused.sharpened_attention(q, k, v, geometry.numbers, numbers)[0]
-        found = torch.autograd.grad(out, leaves, normal(*out.shape))
-        print(f"gradient {width}", [round(float(x.float().norm()), 3) for x in found])
+
+@gluon.jit
+def control_kernel(out, rounds):
+    """Specialised warps that wait for each other within their warpgroup, and have no shared memory of their own."""
+    synchronize()
+    gl.warp_specialize([
+        (_wait_and_store, (out, 1, rounds)),
+        (_wait_and_store, (out + 1, 2, rounds)),
+        (_wait_and_store, (out + 2, 3, rounds)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def control() -> None:
+    out = torch.zeros(3, device="cuda", dtype=torch.int32)
+    launch: Any = control_kernel[(PROGRAMS,)]
+    launch(out, 1000, num_warps=4)
+    assert out.tolist() == [1, 2, 3]
+
+
+def check(*found: Any) -> None:
+    assert all(bool(x.isfinite().all()) for x in found)
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    "control": control,
+    "hopper_prefill": hopper_prefill,
+    "hopper_decode": hopper_decode,
+    "portable_prefill": portable_prefill,
+    "portable_decode": portable_decode,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("decode", "gradient"))
-    parser.add_argument("--programs", type=int, default=4, help="which share the work; fewer have more to do each")
+    parser.add_argument("name", choices=CALLS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("benchmarks.small_calls needs a Hopper GPU")
-    from sharpmax.torch.triton import decode_hopper, hopper, hopper_backward
-
-    hopper.processors = hopper_backward.processors = lambda _: arguments.programs
-    decode_hopper.LEAST_TILES = 0
+    kernels: set[str] = set()
+    knobs.runtime.launch_enter_hook.add(lambda metadata: kernels.add(metadata.get()["name"]))
     torch.manual_seed(0)
-    for width in WIDTHS:
-        (decode if arguments.what == "decode" else gradient)(width)
+    CALLS[arguments.name]()
+    torch.cuda.synchronize()
+    print("kernels", *sorted(kernels))
 
 
 if __name__ == "__main__":

@@ -298,6 +298,8 @@ from sharpmax.torch.triton import hopper, hopper_backward, hopper_key_kernel, ho
 from sharpmax.torch.triton.launch import form_of
 
 def type_of(name, module, made, flags):
+    if name == "n_desc":
+        made = hopper.descriptor(torch.zeros(1, 4, hopper_backward.NUMBERS, 64), hopper_backward.NUMBERS)
     if name.endswith("_desc"):
         return f"tensordesc<{canonicalize_dtype(made.base.dtype)}{made.block_shape},{made.layout!r}>"
     if name in flags:

@@ -76,13 +76,18 @@ def cache_rows(
 
 @triton.jit
 def merged(high, total, moment):
-    """Maximum, sum and shifted moment of rows from those of their parts, which lie along ``axis 0``."""
+    """Maximum, sum and shifted moment of rows from those of their parts, which lie along ``axis 0``.
+
+    Several threads have a copy of each, the same bits in all of them: what is added is rounded first. A product
+    that is a part of a fused multiply-add is not, and then it would matter whose it is.
+    """
     top = tl.max(high, axis=0)
     shift = high - top[None, :]
     scale = tl.exp2(shift * LOG2E)
     some = top > MASKED
-    merged_total = tl.where(some, tl.sum(scale * total, axis=0), 0.0)
-    merged_moment = tl.where(some, tl.sum(scale * (moment + shift * total), axis=0), 0.0)
+    zero = tl.zeros_like(scale)
+    merged_total = tl.where(some, tl.sum(tl.fma(scale, total, zero), axis=0), 0.0)
+    merged_moment = tl.where(some, tl.sum(tl.fma(scale, moment + shift * total, zero), axis=0), 0.0)
     return top, merged_total, merged_moment
 
 

@@ -104,9 +104,10 @@ def strides(x: Form) -> list[int] | None:
 def descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
     """A tensor as the copy engine takes it, in tiles of ``rows`` rows of one head, and all their columns or so many.
 
-    Made without the checks of its constructor: :func:`refusal` has made them, and they cost the host time.
+    Tiles of two-byte numbers are laid out as products take them, others row after row. Made without the checks of its
+    constructor: :func:`refusal` has made them, and they cost the host time.
     """
-    kind, layout = _descriptor_parts()
+    kind, layout = _descriptor_parts(8 * x.dtype.itemsize)
     made: Any = object.__new__(kind)
     made.base, made.shape, made.strides = x, list(x.shape), strides(form_of(x))
     made.block_shape, made.layout = [1, 1, rows, columns or x.shape[-1]], layout
@@ -114,11 +115,11 @@ def descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
 
 
 @functools.cache
-def _descriptor_parts() -> tuple[Any, Any]:
+def _descriptor_parts(bits: int) -> tuple[Any, Any]:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor, gl.NVMMASharedLayout(128, 16, 4)
+    return TensorDescriptor, gl.NVMMASharedLayout(128 if bits == 16 else 0, bits, 4)
 
 
 @functools.cache

@@ -180,13 +180,14 @@ def _launches(
     )
     programs, order = _programs(k, q, causal)
     results = {"dk_desc": "dk", "dv_desc": "dv"}
-    by_key = Launch(hopper_key_kernel, programs, shared | order, options, made=_tiles(streamed | results))
+    made = _tiles(streamed | results) | _tiles({"n_desc": "numbers"}, NUMBERS)
+    by_key = Launch(hopper_key_kernel, programs, shared | order, options, made=made)
     return numbers, by_query, by_key
 
 
-def _tiles(sources: dict[str, str]) -> dict[str, Making]:
+def _tiles(sources: dict[str, str], rows: int = LINES) -> dict[str, Making]:
     """Arguments that are tiles of tensors, by the names of these."""
-    return {name: (source, functools.partial(descriptor, rows=LINES)) for name, source in sources.items()}
+    return {name: (source, functools.partial(descriptor, rows=rows)) for name, source in sources.items()}
 
 
 def _programs(owned: Form, streamed: Form, causal: bool) -> tuple[int, dict[str, int]]:

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_kernel import advance, assigned, barriers, ex2, load_tile, store_tile, synchronize, turns_of
+from .hopper_kernel import advance, assigned, barriers, ex2, load_tile, reinterpret, store_tile, synchronize, turns_of
 from .hopper_query_kernel import (
     COMPUTE_REGISTERS,
     GROUPS,
@@ -33,7 +33,6 @@ from .hopper_query_kernel import (
     NUMBERS,
     ROWS,
     halves,
-    numbers_of,
     operand,
     products,
 )
@@ -54,11 +53,10 @@ def _tiles_seeing(first, queries, CAUSAL: gl.constexpr):
 @gluon.jit
 def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """Keys and values of every warpgroup; all queries that see them, with their cotangents and numbers."""
-    k_desc, v_desc, q_desc, g_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, barriers, numbers, sizes = what
+    k_desc, v_desc, q_desc, g_desc, n_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, barriers, sizes = what
     k_full, k_free, q_full, q_free = barriers
     items, section, blocks, sequences, heads, group, queries = sizes
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    offsets = gl.arange(0, NUMBERS * LINES, layout=flat)
+    SIZE: gl.constexpr = q_desc.block_type.nbytes + g_desc.block_type.nbytes + n_desc.block_type.nbytes
     stage = 0
     phase = 1
     for turn in range(turns_of(items)):
@@ -72,15 +70,13 @@ def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
         low, count = _tiles_seeing(first, queries, CAUSAL)
         for member in range(group):
             source = head * group + member
-            of_rows = numbers_of(numbers, batch, source, heads * group, queries, 0) + offsets
+            sequence = batch * (heads * group) + source
             for i in range(low, count):
                 mbarrier.wait(q_free.index(stage), phase)
-                mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + g_desc.block_type.nbytes)
+                mbarrier.expect(q_full.index(stage), SIZE)
                 load_tile(q_desc, [batch, source, i * LINES, 0], q_full.index(stage), q_tiles.index(stage))
                 load_tile(g_desc, [batch, source, i * LINES, 0], q_full.index(stage), g_tiles.index(stage))
-                n_tiles.index(stage).store(gl.load(of_rows + i * (NUMBERS * LINES)))
-                synchronize()
-                mbarrier.arrive(q_full.index(stage), count=1)
+                load_tile(n_desc, [sequence, i, 0, 0], q_full.index(stage), n_tiles.index(stage))
                 stage, phase = advance(stage, phase, STAGES)
 
 
@@ -203,7 +199,7 @@ def _compute(what, G: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit(do_not_specialize=WHOLE_NUMBERS)
 def hopper_key_kernel(
-    k_desc, v_desc, q_desc, g_desc, dk_desc, dv_desc, numbers,
+    k_desc, v_desc, q_desc, g_desc, n_desc, dk_desc, dv_desc,
     items, section, blocks, sequences, heads, group, queries, unit, scale,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -216,17 +212,18 @@ def hopper_key_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, LINES, D], shared)
     g_tiles = gl.allocate_shared_memory(dtype, [STAGES, LINES, D], shared)
     out_tiles = gl.allocate_shared_memory(dtype, [GROUPS, LINES, D], shared)
-    n_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, NUMBERS * LINES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    n_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, NUMBERS, LINES], gl.NVMMASharedLayout(0, 32, 2))
     k_full = barriers(GROUPS, 1)
     k_free = barriers(GROUPS, 1)
-    q_full = barriers(STAGES, 2)
+    q_full = barriers(STAGES, 1)
     q_free = barriers(STAGES, GROUPS)
     fence_async_shared()
     synchronize()
     sizes = (items, section, blocks, sequences, heads, group, queries)
     all_barriers = (k_full, k_free, q_full, q_free)
-    what = (dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, out_tiles, all_barriers, sizes, unit, scale)
-    load = (k_desc, v_desc, q_desc, g_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, all_barriers, numbers, sizes)
+    lines = reinterpret(n_tiles, gl.float32, [STAGES, NUMBERS * LINES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    what = (dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, lines, out_tiles, all_barriers, sizes, unit, scale)
+    load = (k_desc, v_desc, q_desc, g_desc, n_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, all_barriers, sizes)
     gl.warp_specialize([
         (_compute, (what, 0, STAGES, CAUSAL)),
         (_compute, (what, 1, STAGES, CAUSAL)),

@@ -47,7 +47,7 @@ WHOLE_NUMBERS = ("items", "section", "blocks", "sequences", "heads", "group", "q
 
 
 @gluon.jit
-def numbers_of(numbers, batch, head, heads, queries, first):
+def _numbers_of(numbers, batch, head, heads, queries, first):
     """Where the numbers of the 64 rows from ``first`` on are."""
     tiles = (queries + LINES - 1) // LINES
     return numbers + ((batch.to(gl.int64) * heads + head) * tiles + first // LINES) * (NUMBERS * LINES)
@@ -223,7 +223,7 @@ def _compute(
         all_tiles, _ = _tiles_seen(block * ROWS, queries, keys, ROWS, CAUSAL)
         first = block * ROWS + LINES * G
         seen, masked = _tiles_seen(first, queries, keys, LINES, CAUSAL)
-        at = numbers_of(numbers, batch, head, heads, queries, gl.minimum(first, queries - 1)) + place_of(line)
+        at = _numbers_of(numbers, batch, head, heads, queries, gl.minimum(first, queries - 1)) + place_of(line)
         of_row = (
             gl.load(at), gl.load(at + LINES), gl.load(at + 2 * LINES), gl.load(at + 3 * LINES),
             gl.load(at + 5 * LINES),

@@ -10,8 +10,12 @@ from .policy import lowered_beta, statistics_gradient
 
 
 @triton.jit
-def _fold(raw, visible, unit, highest, total, moment, MASKED: tl.constexpr):
-    """Statistics of the keys so far with those of one block, all in units of log 2."""
+def _fold(raw, visible, unit, highest, total, moment, MASKED: tl.constexpr, ROUNDED: tl.constexpr):
+    """Statistics of the keys so far with those of one block, all in units of log 2.
+
+    ROUNDED: products are rounded before they are added, so that all threads of a row have the same bits. It costs
+    time, and is needed where a thread may have but one key of a row, whose product goes into the others' sums.
+    """
     if MASKED:
         new = tl.maximum(highest, tl.max(tl.where(visible, raw * unit, float("-inf")), 1))
         shift = tl.where(new == float("-inf"), 0.0, new)
@@ -23,7 +27,8 @@ def _fold(raw, visible, unit, highest, total, moment, MASKED: tl.constexpr):
     power = tl.exp2(exponent)
     step = tl.maximum(highest - shift, NOTHING)
     fade = tl.exp2(step)
-    moment = fade * (moment + step * total) + tl.sum(power * exponent, 1)
+    product = tl.fma(power, exponent, tl.zeros_like(power)) if ROUNDED else power * exponent
+    moment = fade * (moment + step * total) + tl.sum(product, 1)
     total = fade * total + tl.sum(power, 1)
     return new, total, moment
 
@@ -99,6 +104,7 @@ def stats_kernel(
     TMA: tl.constexpr,
 ):
     """One block of query rows against all the keys that they see."""
+    ROUNDED: tl.constexpr = q.dtype.element_ty == tl.float32
     batch, head, first, q_start, k_start, queries, keys, shift = assigned(
         tl.program_id(0), heads, q_len, k_len, cu_q, cu_k, documents, steps, key_lengths,
         ROWS, False, RIGHT, PACKED, LENGTHS, LOWER_RIGHT,
@@ -129,7 +135,7 @@ def stats_kernel(
             raw, _, _ = logits(
                 product, row, key, True, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
             )
-            highest, total, moment = _fold(raw, True, unit, highest, total, moment, False)
+            highest, total, moment = _fold(raw, True, unit, highest, total, moment, False, ROUNDED)
             if WITH_MIN:
                 lowest = tl.minimum(lowest, tl.min(raw, 1) * unit)
     if EDGES:
@@ -142,7 +148,7 @@ def stats_kernel(
             raw, visible, _ = logits(
                 product, row, key, visible, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
             )
-            highest, total, moment = _fold(raw, visible, unit, highest, total, moment, True)
+            highest, total, moment = _fold(raw, visible, unit, highest, total, moment, True, ROUNDED)
             if WITH_MIN:
                 lowest = tl.minimum(lowest, tl.min(tl.where(visible, raw * unit, float("inf")), 1))
             if MASK != 0:

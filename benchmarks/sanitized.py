@@ -1,0 +1,90 @@
+"""What compute-sanitizer says of every Triton kernel, on small calls, by each of its tools.
+
+    python -m benchmarks.sanitized [--out FILE]
+
+racecheck does not follow the barriers by which Triton hands work to specialised warps: it reports a kernel that does
+nothing else ("control"). Reports are kept with the source lines of both sides, so that those can be told from others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from sharpmax.core.files import write_text
+from sharpmax.provenance import provenance
+
+CALLS = ("control", "hopper_prefill", "hopper_decode", "portable_prefill", "portable_decode")
+TOOLS = ("memcheck", "racecheck")
+ROOT = Path(__file__).parent.parent
+SIDE = re.compile(r"(Read|Write) access at ([\w$]+)\S*(?: in (?:\S*/)?([\w.]+\.py):(\d+))?")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "sanitizer_cuda.json")
+    arguments = parser.parse_args()
+    if shutil.which("compute-sanitizer") is None:
+        raise SystemExit("benchmarks.sanitized needs compute-sanitizer, which comes with CUDA, on the PATH")
+    tasks = list(product(CALLS, TOOLS))
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        found = list(pool.map(lambda task: sanitized(*task), tasks))
+    content: dict[str, Any] = {"results": found, "provenance": provenance(["python", "-m", "benchmarks.sanitized"])}
+    write_text(arguments.out, json.dumps(content, indent=2) + "\n")
+
+
+def sanitized(name: str, tool: str) -> dict[str, Any]:
+    """How many errors the tool reports of the calls, and between which lines."""
+    command = ["compute-sanitizer", "--tool", tool, sys.executable, "-m", "benchmarks.small_calls", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    kernels = re.search(r"^kernels (.*)$", done.stdout, re.MULTILINE)
+    errors = re.search(r"SUMMARY: .*?(\d+) errors", done.stdout)
+    if kernels is None or errors is None:
+        raise SystemExit(f"{tool} of {name} did not end:\n{(done.stdout + done.stderr)[-2000:]}")
+    result = {
+        "calls": name,
+        "tool": tool,
+        "kernels": kernels[1].split(),
+        "errors": int(errors[1]),
+        "reports": reports(done.stdout),
+    }
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def reports(text: str) -> list[dict[str, Any]]:
+    """Every kind of report: how often it is there, its kernel, and the source lines of its two sides.
+
+    A race is reported as an access and those that it raced with, each with a count of hazards.
+    """
+    counts: Counter[tuple[str, ...]] = Counter()
+    for block in re.split(r"^.*?=========\s+(?=Error|Warning)", text, flags=re.MULTILINE)[1:]:
+        sides = list(SIDE.finditer(block.split("SUMMARY")[0]))
+        if not sides:
+            counts[(block.splitlines()[0].strip(),)] += 1
+        for other in sides[1:]:
+            counts[(other[2], side(sides[0]), side(other))] += 1
+    return [{"count": count, "between": list(what)} for what, count in counts.most_common()]
+
+
+def side(found: re.Match[str]) -> str:
+    """An access: what it does, and the line that does it."""
+    kind, _, file, line = found.groups()
+    if file is None:
+        return f"{kind.lower()}: no source"
+    path = next(iter(sorted(ROOT.glob(f"src/**/{file}")) + sorted(ROOT.glob(f"benchmarks/{file}"))), None)
+    source = "" if path is None else "".join(path.read_text().splitlines()[int(line) - 1 : int(line)]).strip()
+    return f"{kind.lower()}: {source} ({file})"
+
+
+if __name__ == "__main__":
+    main()
