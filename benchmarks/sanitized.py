@@ -47,7 +47,7 @@ def sanitized(name: str, tool: str) -> dict[str, Any]:
     command = ["compute-sanitizer", "--tool", tool, sys.executable, "-m", "benchmarks.small_calls", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     kernels = re.search(r"^kernels (.*)$", done.stdout, re.MULTILINE)
-    errors = re.search(r"SUMMARY: .*?(\d+) errors", done.stdout)
+    errors = re.search(r"SUMMARY: .*?(\d+) errors?\b", done.stdout)
     if kernels is None or errors is None:
         raise SystemExit(f"{tool} of {name} did not end:\n{(done.stdout + done.stderr)[-2000:]}")
     result = {

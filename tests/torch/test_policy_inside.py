@@ -14,7 +14,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends as current_backends
 
 import sharpmax
 from sharpmax.torch import attention as module
-from sharpmax.torch import choice, scaled_dot_product_attention
+from sharpmax.torch import choice, scaled_dot_product_attention, stock
 from sharpmax.torch.checks import checked
 from tests.torch import oracle
 from tests.torch.attention_cases import MASKS, POLICIES, TOLERANCE, close, inputs
@@ -162,19 +162,19 @@ def test_cudnn_is_asked_for_first_on_hopper(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(choice, "compute_capability", lambda _: 9)
     device = torch.device("cpu")
     before = current_backends(with_priority=True)
-    with module._backends(device):
+    with stock.backends(device):
         assert current_backends(with_priority=True)[0] == SDPBackend.CUDNN_ATTENTION
     assert current_backends(with_priority=True) == before
-    one, other = module._backends(device), module._backends(device)  # of two threads, the first of which is done first
+    one, other = stock.backends(device), stock.backends(device)  # of two threads, the first of which is done first
     one.__enter__()
     other.__enter__()
     one.__exit__()
     other.__exit__()
     assert current_backends(with_priority=True) == before
-    with sdpa_kernel(SDPBackend.MATH), module._backends(device):
+    with sdpa_kernel(SDPBackend.MATH), stock.backends(device):
         assert current_backends() == [SDPBackend.MATH]
     monkeypatch.setattr(choice, "compute_capability", lambda _: 8)
-    with module._backends(device):
+    with stock.backends(device):
         assert current_backends(with_priority=True) == before
 
 

@@ -5,18 +5,16 @@ query, key  ->  row_stats  ->  policy  ->  beta  ->  softmax(beta * logits) valu
 
 from __future__ import annotations
 
-import contextlib
 import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from ..core.policies import PAPER, Detached, Lowered, Policy, lowered, needs_spread
+from ..core.policies import PAPER, Detached, Policy, lowered, needs_spread
 from ..core.stats import RowStats
 from ..mechanisms import Mechanism
-from . import choice, fused, mechanisms, ops, reference
+from . import choice, fused, mechanisms, ops, reference, stock
 from .blocks import accumulation
 from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked, full_precision
 from .geometry import LARGEST_POLYNOMIAL, visible_counts
@@ -234,28 +232,13 @@ def with_policy_inside(
     numbers = lowered(policy)
     assert v is not None
     assert numbers is not None
-    given = (geometry.numbers, fused.policy_numbers(numbers), isinstance(policy, Detached))
+    detached = isinstance(policy, Detached)
     if impl == "stock":
-        if dropout_p == 0 and not (given[2] or numbers.constant) and _gradient_in_one_piece(inputs, numbers):
-            return fused.sharpened_attention(q, k, v, *given[:2])[0]
-        return _stock(inputs, fused.sharpened_query(q, k, mask, key_lengths, *given)[0], dropout_p)
+        return stock.with_policy_inside(inputs, numbers, detached, dropout_p)
+    given = (geometry.numbers, fused.policy_numbers(numbers), detached)
     return fused.adaptive_attention(
         q, k, v, mask, key_lengths, *starts, dropout_seed(dropout_p), *given, float(dropout_p)
     )[0]
-
-
-def _gradient_in_one_piece(inputs: Inputs, numbers: Lowered) -> bool:
-    """Whether a gradient is asked for, of a call that has cuDNN's attention and ours for Hopper."""
-    q, k, v, mask, key_lengths, geometry, _ = inputs
-    return (
-        v is not None
-        and mask is None
-        and key_lengths is None
-        and torch.is_grad_enabled()
-        and any(x.requires_grad for x in (q, k, v))
-        and choice.cudnn_enabled()
-        and choice.sharpened_attention_pays(q, k, v, geometry, numbers)
-    )
 
 
 def dropout_seed(dropout_p: float) -> Tensor | None:
@@ -272,64 +255,9 @@ def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor, impl: str, dropout_p:
         )  # fmt: skip
     if impl == "stock":
         if 0 not in (*q.shape, *k.shape):
-            return _stock(inputs, _sharpened(q, beta), dropout_p)
+            return stock.attend(inputs, stock.sharpened(q, beta), dropout_p)
         impl = "streaming"
     return ops.attend(
         q, k, v, beta, row_max, mask, key_lengths, None, None, dropout_seed(dropout_p), geometry.numbers,
         float(dropout_p), impl
     )[0]  # fmt: skip
-
-
-def _sharpened(q: Tensor, beta: Tensor) -> Tensor:
-    """``beta * q`` in the type of ``q``, whose numbers no row leaves: a smaller beta keeps it within them."""
-    if q.dtype == torch.float16:
-        room = torch.finfo(q.dtype).max / q.detach().abs().amax(-1).clamp(min=1e-3).to(beta.dtype)
-        beta = torch.minimum(beta, room)
-    return (q * beta[..., None]).to(q.dtype)
-
-
-def _stock(inputs: Inputs, scaled: Tensor, dropout_p: float) -> Tensor:
-    """torch's own attention on ``scaled``, which is ``beta * query``."""
-    q, k, v, mask, key_lengths, geometry, _ = inputs
-    assert v is not None
-    if key_lengths is not None:
-        seen = torch.arange(k.shape[2], device=k.device) < key_lengths.view(-1, 1, 1, 1)
-        mask = seen if mask is None else mask & seen
-        k, v = (torch.where(seen.mT, x, 0.0) for x in (k, v))
-    grouped: Any = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    with _backends(q.device):
-        return torch.nn.functional.scaled_dot_product_attention(
-            scaled, k, v, mask, dropout_p, geometry.banded, scale=geometry.scale, **grouped
-        )
-
-
-def _backends(device: torch.device) -> Any:
-    """Where cuDNN is the fastest of torch's backends, ask for it first; what the user switched off stays off.
-
-    ``torch.compile`` does not trace these switches: there the choice is torch's.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or choice.compute_capability(device) not in (9, 10)
-        or not torch.backends.cuda.cudnn_sdp_enabled()
-    ):
-        return contextlib.nullcontext()
-    return _CudnnFirst()
-
-
-class _CudnnFirst:
-    """Within it, torch's attention tries cuDNN before its other backends.
-
-    What ``sdpa_kernel(..., set_priority=True)`` does, without setting every switch twice, which takes the host longer
-    than the call within.
-    """
-
-    def __enter__(self) -> None:
-        first, now = SDPBackend.CUDNN_ATTENTION.value, torch._C._get_sdp_priority_order()
-        self.before = None if now[0] == first else now  # another thread may be within, too, and will undo it
-        if self.before is not None:
-            torch._C._set_sdp_priority_order([first, *(backend for backend in now if backend != first)])
-
-    def __exit__(self, *_: object) -> None:
-        if self.before is not None:
-            torch._C._set_sdp_priority_order(self.before)

@@ -43,7 +43,7 @@ class Operator:
         self._tracked = type(f"{self.__name__}_tracked", (torch.autograd.Function,), methods)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling() or named or _watched(arguments):
+        if torch.compiler.is_compiling() or named or watched(arguments):
             return self.opaque(*arguments, **named)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             return self.opaque(*arguments) if self._tracked is None else self._tracked.apply(*arguments)
@@ -55,7 +55,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     return lambda function: Operator(name, function)
 
 
-def _watched(arguments: tuple[Any, ...]) -> bool:
+def watched(arguments: tuple[Any, ...]) -> bool:
     """Whether something may want to see which operators run: a transform, a mode, a trace, a profiler, a subclass."""
     return (
         torch._C._are_functorch_transforms_active()

@@ -18,8 +18,7 @@ pytest.importorskip("triton")
 
 import sharpmax
 from sharpmax.core.policies.base import Lowered
-from sharpmax.torch import attention as module
-from sharpmax.torch import choice, fused, scaled_dot_product_attention
+from sharpmax.torch import choice, fused, scaled_dot_product_attention, stock
 from sharpmax.torch.checks import checked
 from sharpmax.torch.geometry import Geometry
 from sharpmax.torch.triton import hopper_backward
@@ -163,7 +162,7 @@ def test_which_calls_it_is_for(what: str | None, monkeypatch: pytest.MonkeyPatch
         q, k, v, options.get("attn_mask"), options.get("key_lengths"), is_causal=options["is_causal"], scale=None,
         window=None, softcap=None, enable_gqa=False,
     )  # fmt: skip
-    assert module._gradient_in_one_piece(given, POLICY) is (what is None)
+    assert stock.gradient_in_one_piece(given, POLICY) is (what is None)
 
 
 def test_other_devices_and_versions_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
