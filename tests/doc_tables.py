@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,45 @@ def recorded_speed() -> str:
     return markdown(["", *(name for name in head if name != "policy detached, forward")], lines)
 
 
+SANITIZED = {
+    "control": "none of ours: specialised warps that do nothing",
+    "hopper_prefill": "statistics and gradients for Hopper, several blocks a program",
+    "hopper_decode": "decoding for Hopper, several parts a program, contiguous and from pages",
+    "portable_prefill": "portable, prefill and backward",
+    "portable_decode": "portable, decoding",
+}
+
+
+def sanitizer_reports() -> str:
+    """What compute-sanitizer says of small calls; reports of the kinds that the control has, and others."""
+    found = {(case["calls"], case["tool"]): case for case in load("benchmarks/results/sanitizer_cuda.json")["results"]}
+    known = {report_kind(report) for report in found["control", "racecheck"]["reports"]}
+    lines = []
+    for calls, label in SANITIZED.items():
+        races = found[calls, "racecheck"]["reports"]
+        of_cudnn = [report for report in races if report["between"][0].startswith("cudnn_")]
+        ours = [report for report in races if report not in of_cudnn]
+        handed = [report for report in ours if report_kind(report) in known]
+        cells = [found[calls, "memcheck"]["errors"]]
+        cells += [sum(report["count"] for report in some) for some in (handed, of_cudnn)]
+        cells.append(sum(report["count"] for report in ours if report not in handed))
+        lines.append([label, *(str(cell) for cell in cells)])
+    head = [
+        "calls",
+        "memcheck",
+        "racecheck: work handed to specialised warps",
+        "racecheck: within cuDNN",
+        "racecheck: other",
+    ]
+    return markdown(head, lines)
+
+
+def report_kind(report: dict[str, Any]) -> tuple[str, ...]:
+    """The two sides of a report, without the names of the kernel and of its file."""
+    kernel, *sides = report["between"]
+    return tuple(re.sub(rf"def {kernel}\(.*", "head", side.partition(" (")[0]) for side in sides)
+
+
 def attention_ranges(least: int) -> dict[str, str]:
     """The smallest and the largest multiple of cuDNN's time, from ``least`` tokens on, in the words of the pages."""
     found = load("benchmarks/results/attention_cuda.json")
@@ -438,6 +478,7 @@ TABLES = {
         packed_speed(),
         recorded_speed(),
         attention_on_a_cpu(),
+        sanitizer_reports(),
     ],
 }
 PHRASES = {
