@@ -344,9 +344,15 @@ def main() -> None:
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation is slow")
     parser.add_argument("--lengths", type=int, nargs="*", help="these lengths, and nothing else")
     parser.add_argument("--heads", type=Path, nargs="+", help="files of recorded heads, and nothing else")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_cuda.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="attention_cuda.json of benchmarks/results, or for --heads, attention_recorded_cuda.json",
+    )
     arguments = parser.parse_args()
     quick, flex = arguments.quick, arguments.flex
+    name = "attention_recorded_cuda.json" if arguments.heads else "attention_cuda.json"
+    out: Path = arguments.out or Path(__file__).parent / "results" / name
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.attention needs a GPU")
     content: dict[str, Any] = {"dtype": "bfloat16", "policy": sharpmax.PAPER.to_dict()}
@@ -359,7 +365,7 @@ def main() -> None:
             found.append(result)
             content["provenance"] = provenance(["python", "-m", "benchmarks.attention", *sys.argv[1:]])
             finite = json.loads(json.dumps(content), parse_constant=lambda _: None)  # JSON has no NaN
-            write_text(arguments.out, json.dumps(finite, indent=2) + "\n")
+            write_text(out, json.dumps(finite, indent=2) + "\n")
 
     if arguments.heads:
         save("recorded", (recorded(path) for path in arguments.heads))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import sharpmax
-from sharpmax.torch import decode_attention, fused, paged_decode_attention, scaled_dot_product_attention
+from sharpmax.torch import (
+    decode_attention,
+    fused,
+    paged_decode_attention,
+    row_stats,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 from sharpmax.torch.geometry import Geometry
 from sharpmax.torch.triton import decode_hopper, hopper, hopper_backward
 from sharpmax.torch.triton.hopper_kernel import synchronize
@@ -40,13 +48,15 @@ def few_programs() -> None:
 
 
 def hopper_prefill() -> None:
-    """Statistics, beta and ``beta * q``, and both gradient kernels."""
+    """Statistics, beta and ``beta * q``, and both gradient kernels, with tiles that are partly filled."""
     few_programs()
     policy: Any = sharpmax.PAPER.lower()
     numbers = fused.policy_numbers(policy)
-    for width in WIDTHS:
+    sizes = ((1, 300, 300), (2, 130, 333))  # sequences, queries, keys
+    for width, (batch, queries, keys) in product(WIDTHS, sizes):
         for geometry in (Geometry(0.2, right=0), Geometry(0.2)):
-            q, k, v = leaves = [normal(1, heads, 300, width).requires_grad_() for heads in (4, 2, 2)]
+            shapes = ((batch, 4, queries, width), (batch, 2, keys, width), (batch, 2, keys, width))
+            q, k, v = leaves = [normal(*shape).requires_grad_() for shape in shapes]
             out = fused.sharpened_attention(q, k, v, geometry.numbers, numbers)[0]
             check(*torch.autograd.grad(out, leaves, normal(*out.shape)))
 
@@ -59,12 +69,34 @@ def hopper_decode() -> None:
 
 def portable_prefill() -> None:
     """Statistics, attention and gradients by the kernels for every GPU, with what tiles have at their edges."""
-    shapes: Any = ((64, {"is_causal": True}), (80, {}), (32, {"is_causal": True, "window": (40, 0)}))
     for dtype in (torch.float16, torch.float32):
-        for width, options in shapes:
-            q, k, v = leaves = [normal(1, heads, 150, width, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
-            out = scaled_dot_product_attention(q, k, v, impl="triton", enable_gqa=True, **options)
-            check(out, *torch.autograd.grad(out, leaves, normal(*out.shape, dtype=dtype)))
+        for width, options in ((64, {"is_causal": True}), (80, {}), (32, {"is_causal": True, "window": (40, 0)})):
+            portable(width, dtype, **options)
+
+
+def portable_masks() -> None:
+    """The same with masks of every kind, softcap, dropout, packed documents, and the minimum of a row."""
+    seen = torch.rand(150, 150, device="cuda") > 0.3
+    lengths = torch.tensor([150, 70], device="cuda", dtype=torch.int32)
+    for options in (
+        {"attn_mask": seen},
+        {"attn_mask": normal(4, 150, 150, dtype=torch.float16)},
+        {"key_lengths": lengths},
+        {"softcap": 5.0, "dropout_p": 0.2, "is_causal": "lower_right"},
+    ):
+        portable(64, torch.float16, **options)
+    q, k, v = leaves = [normal(220, heads, 64, dtype=torch.float16).requires_grad_() for heads in (4, 2, 2)]
+    starts = torch.tensor([0, 150, 150, 220], device="cuda", dtype=torch.int32)
+    out: Any = varlen_attention(q, k, v, starts, starts, 150, 150, causal=True, impl="triton")
+    check(out, *torch.autograd.grad(out, leaves, normal(*out.shape, dtype=torch.float16)))
+    q, k = (normal(2, heads, 150, 64, dtype=torch.float16) for heads in (4, 2))
+    check(row_stats(q, k, key_lengths=lengths, with_min=True, enable_gqa=True, impl="triton").min)
+
+
+def portable(width: int, dtype: torch.dtype, **options: Any) -> None:
+    q, k, v = leaves = [normal(2, heads, 150, width, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
+    out = scaled_dot_product_attention(q, k, v, impl="triton", enable_gqa=True, **options)
+    check(out, *torch.autograd.grad(out, leaves, normal(*out.shape, dtype=dtype)))
 
 
 def portable_decode() -> None:
@@ -116,6 +148,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "hopper_prefill": hopper_prefill,
     "hopper_decode": hopper_decode,
     "portable_prefill": portable_prefill,
+    "portable_masks": portable_masks,
     "portable_decode": portable_decode,
 }
 

@@ -291,6 +291,7 @@ SANITIZED = {
     "hopper_prefill": "statistics and gradients for Hopper, several blocks a program",
     "hopper_decode": "decoding for Hopper, several parts a program, contiguous and from pages",
     "portable_prefill": "portable, prefill and backward",
+    "portable_masks": "the same with masks, softcap, dropout, packed documents",
     "portable_decode": "portable, decoding",
 }
 

@@ -255,7 +255,7 @@ def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor, impl: str, dropout_p:
         )  # fmt: skip
     if impl == "stock":
         if 0 not in (*q.shape, *k.shape):
-            return stock.attend(inputs, stock.sharpened(q, beta), dropout_p)
+            return stock.with_betas(inputs, beta, dropout_p)
         impl = "streaming"
     return ops.attend(
         q, k, v, beta, row_max, mask, key_lengths, None, None, dropout_seed(dropout_p), geometry.numbers,

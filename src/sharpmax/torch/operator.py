@@ -7,7 +7,7 @@ dispatcher's way to a custom operator in Python and back costs a call as much as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Operator:
         self._tracked = type(f"{self.__name__}_tracked", (torch.autograd.Function,), methods)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling() or named or watched(arguments):
+        if torch.compiler.is_compiling() or named or _watched(arguments):
             return self.opaque(*arguments, **named)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             return self.opaque(*arguments) if self._tracked is None else self._tracked.apply(*arguments)
@@ -55,16 +55,23 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     return lambda function: Operator(name, function)
 
 
-def watched(arguments: tuple[Any, ...]) -> bool:
-    """Whether something may want to see which operators run: a transform, a mode, a trace, a profiler, a subclass."""
+def transformed(arguments: Iterable[Any]) -> bool:
+    """Whether tensors may stand for others than those that lie in their memory: a transform, a trace, a subclass."""
     return (
         torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or any(isinstance(x, Tensor) and not _plain(x) for x in arguments)
+    )
+
+
+def _watched(arguments: tuple[Any, ...]) -> bool:
+    """Whether something may want to see which operators run: a transform, a mode, a trace, a profiler, a subclass."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
-        or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-        or any(isinstance(x, Tensor) and not _plain(x) for x in arguments)
+        or transformed(arguments)
     )
 
 

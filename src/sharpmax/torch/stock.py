@@ -1,13 +1,13 @@
 """torch's own attention on ``beta * query``: ``impl="stock"``.
 
-``beta * query`` is as large as the query. With many keys, where no gradient needs all of it, attention goes through
-the heads in slices, and holds that of one slice at a time.
+``beta * query`` is as large as the query. With many keys, where neither a gradient nor dropout needs all of it,
+attention goes through the heads in slices, and holds that of one slice at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from ..core.policies import Lowered
 from . import choice, fused
 from .checks import Inputs
-from .operator import watched
+from .operator import transformed
 
 FEWEST = 3
 """Slices from which on they spare memory: one of the output is held beside that of ``beta * query``."""
@@ -37,24 +37,27 @@ class _Slice(NamedTuple):
 
 def with_policy_inside(inputs: Inputs, numbers: Lowered, detached: bool, dropout_p: float) -> Tensor:
     """The output with beta from a lowered policy, evaluated by the kernel that gives ``beta * query``."""
-    q, k, v, mask, _, geometry, _ = inputs
+    q, k, v, _, _, geometry, _ = inputs
     assert v is not None
     given = (geometry.numbers, fused.policy_numbers(numbers))
     if dropout_p == 0 and not (detached or numbers.constant) and gradient_in_one_piece(inputs, numbers):
         return fused.sharpened_attention(q, k, v, *given)[0]
 
-    def output(part: Inputs) -> Tensor:
+    def output(part: Inputs, _: Tensor | None) -> Tensor:
         scaled = fused.sharpened_query(part.q, part.k, part.mask, part.key_lengths, *given, detached)[0]
-        return attend(part, scaled, dropout_p)
+        return _attend(part, scaled, dropout_p)
 
-    whole = k.shape[2] < LONG or mask is not None or _needs_gradient(inputs)
-    slices = [] if whole or torch.compiler.is_compiling() or watched((q, k, v)) else list(_slices(q, k))
-    if len(slices) < FEWEST:
-        return output(inputs)
-    found = q.new_empty((*q.shape[:3], v.shape[-1]))
-    for part in slices:
-        found[part.batches, part.heads] = output(_part(inputs, part))
-    return found
+    return _in_slices(output, inputs, None, dropout_p)
+
+
+def with_betas(inputs: Inputs, beta: Tensor, dropout_p: float) -> Tensor:
+    """The output with betas that are known."""
+
+    def output(part: Inputs, beta: Tensor | None) -> Tensor:
+        assert beta is not None
+        return _attend(part, _sharpened(part.q, beta), dropout_p)
+
+    return _in_slices(output, inputs, beta, dropout_p)
 
 
 def gradient_in_one_piece(inputs: Inputs, numbers: Lowered) -> bool:
@@ -64,15 +67,37 @@ def gradient_in_one_piece(inputs: Inputs, numbers: Lowered) -> bool:
         v is not None
         and mask is None
         and key_lengths is None
-        and _needs_gradient(inputs)
+        and _needs_gradient(q, k, v)
         and choice.cudnn_enabled()
         and choice.sharpened_attention_pays(q, k, v, geometry, numbers)
     )
 
 
-def _needs_gradient(inputs: Inputs) -> bool:
-    tensors = (inputs.q, inputs.k, inputs.v)
+def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _in_slices(
+    output: Callable[[Inputs, Tensor | None], Tensor], inputs: Inputs, beta: Tensor | None, dropout_p: float
+) -> Tensor:
+    """``output`` of inputs and betas, by slices where that spares memory and may be done."""
+    q, k, v, mask, _, _, _ = inputs
+    assert v is not None
+    tensors = [x for x in (q, k, v, mask, beta) if x is not None]
+    whole = (
+        k.shape[2] < LONG
+        or dropout_p > 0  # a checkpoint's two passes, without a gradient and with one, have to drop the same weights
+        or _needs_gradient(*tensors)
+        or torch.compiler.is_compiling()
+        or transformed(tensors)
+    )
+    slices = [] if whole else list(_slices(q, k))
+    if len(slices) < FEWEST:
+        return output(inputs, beta)
+    found = q.new_empty((*q.shape[:3], v.shape[-1]))
+    for part in slices:
+        found[part.batches, part.heads] = output(*_part(inputs, beta, part))
+    return found
 
 
 def _slices(q: Tensor, k: Tensor) -> Iterator[_Slice]:
@@ -84,22 +109,27 @@ def _slices(q: Tensor, k: Tensor) -> Iterator[_Slice]:
     some_batches = max(1, SLICE // (of_head * key_heads)) if some_heads == key_heads else 1
     for b in range(0, batch, some_batches):
         for h in range(0, key_heads, some_heads):
-            of_keys = slice(h, min(h + some_heads, key_heads))
-            yield _Slice(slice(b, b + some_batches), slice(group * of_keys.start, group * of_keys.stop), of_keys)
+            end = h + some_heads
+            yield _Slice(slice(b, b + some_batches), slice(group * h, group * end), slice(h, end))
 
 
-def _part(inputs: Inputs, part: _Slice) -> Inputs:
-    q, k, v, _, key_lengths, _, _ = inputs
+def _part(inputs: Inputs, beta: Tensor | None, part: _Slice) -> tuple[Inputs, Tensor | None]:
+    q, k, v, mask, key_lengths, _, _ = inputs
     assert v is not None
-    return inputs._replace(
+    if mask is not None:
+        one_element, one_head = (size == 1 for size in mask.shape[:2])
+        mask = mask[slice(None) if one_element else part.batches, slice(None) if one_head else part.heads]
+    of_inputs = inputs._replace(
         q=q[part.batches, part.heads],
         k=k[part.batches, part.key_heads],
         v=v[part.batches, part.key_heads],
+        mask=mask,
         key_lengths=None if key_lengths is None else key_lengths[part.batches],
     )
+    return of_inputs, None if beta is None else beta[part.batches, part.heads]
 
 
-def sharpened(q: Tensor, beta: Tensor) -> Tensor:
+def _sharpened(q: Tensor, beta: Tensor) -> Tensor:
     """``beta * q`` in the type of ``q``, whose numbers no row leaves: a smaller beta keeps it within them."""
     if q.dtype == torch.float16:
         room = torch.finfo(q.dtype).max / q.detach().abs().amax(-1).clamp(min=1e-3).to(beta.dtype)
@@ -107,7 +137,7 @@ def sharpened(q: Tensor, beta: Tensor) -> Tensor:
     return (q * beta[..., None]).to(q.dtype)
 
 
-def attend(inputs: Inputs, scaled: Tensor, dropout_p: float) -> Tensor:
+def _attend(inputs: Inputs, scaled: Tensor, dropout_p: float) -> Tensor:
     """torch's own attention on ``scaled``, which is ``beta * query``."""
     q, k, v, mask, key_lengths, geometry, _ = inputs
     assert v is not None
