@@ -22,6 +22,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
 
@@ -40,6 +42,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
         raise SystemExit("benchmarks.sanitized needs compute-sanitizer, which comes with CUDA, on the PATH")
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.sanitized needs a GPU that torch sees")
     tasks = list(product(CALLS, TOOLS))
     with ThreadPoolExecutor(len(tasks)) as pool:
         found = list(pool.map(lambda task: sanitized(*task), tasks))
