@@ -291,6 +291,7 @@ def test_bad_input_is_refused_in_one_sentence(library: str) -> None:
             "axis to be a whole number, several, or None, got 1.0",
             lambda: sharpmax.softmax(x, any_object(1.0)),
         ),
+        (TypeError, r"axis .* got an array of shape \(6, 40\)", lambda: sharpmax.row_stats(x, any_object(x))),
         (TypeError, "beta to be a number or an array, got str", lambda: sharpmax.softmax(x, beta=any_object("2"))),
         (TypeError, "boolean array, got float32", lambda: sharpmax.softmax(x, where=x)),
         (TypeError, "boolean array, got bool", lambda: sharpmax.softmax(x, where=True)),

@@ -29,9 +29,13 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"impl": "stock", "policy": sharpmax.PerHead((sharpmax.Hard(),) * 2)}, ValueError, "hard"),
     ({"policy": 2.0}, TypeError, "callable"),
     ({"policy": lambda stats: torch.ones(7)}, ValueError, "expected the policy to give beta"),
+    ({"policy": lambda stats: None}, TypeError, "expected the policy to give numbers, got NoneType"),
+    ({"policy": lambda stats: "hot"}, TypeError, "expected the policy to give numbers, got str"),
+    ({"policy": lambda stats: stats.sum + 1j}, TypeError, "expected the policy to give numbers, got torch.complex"),
     ({"is_causal": "upper"}, ValueError, "lower_right"),
     ({"window": 0}, ValueError, "window"),
     ({"window": (1, 2, 3)}, ValueError, "window"),
+    ({"window": (1, -2)}, ValueError, "-1 for all, got"),
     ({"softcap": -1.0}, ValueError, "softcap"),
     ({"softcap": "30"}, ValueError, "expected softcap to be a positive number"),
     ({"scale": "one"}, ValueError, "expected scale to be a finite number"),
@@ -207,6 +211,14 @@ def test_a_wider_mask_is_read_alike(lowest: float) -> None:
     assert torch.equal(results[0].stats.count, results[1].stats.count)
     hidden = scaled_dot_product_attention(q, k, v, mask > -1e30, enable_gqa=True, return_stats=True)
     assert torch.equal(results[0].stats.count, hidden.stats.count)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "streaming", "stock"])
+def test_tensors_without_memory_give_shapes(impl: str) -> None:
+    x = torch.empty(1, 2, 5, 4, device="meta")
+    made = scaled_dot_product_attention(x, x, x, impl=impl, return_stats=True)
+    assert {made.output.device.type, made.beta.device.type} == {"meta"}
+    assert (made.output.shape, made.beta.shape) == (x.shape, x.shape[:-1])
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "streaming"])

@@ -157,6 +157,7 @@ def test_state_dict_of_torch_with_a_learnable_policy() -> None:
         ({"impl": "fast"}, {}, "auto, reference, streaming, triton, stock"),
         ({}, {"attn_mask": torch.zeros(2, 3, 3)}, r"\(3, 3\) or \(4, 3, 3\)"),
         ({}, {"key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)}, r"key_padding_mask of shape \(2, 3\)"),
+        ({}, {"key_padding_mask": torch.zeros(2, 3, dtype=torch.int64)}, "key_padding_mask to be boolean or floating"),
         ({}, {"need_weights": True}, "need_weights=False"),
         ({"add_zero_attn": True}, {}, "add_zero_attn"),
         ({"add_bias_kv": True}, {}, "add_bias_kv"),
@@ -164,7 +165,7 @@ def test_state_dict_of_torch_with_a_learnable_policy() -> None:
 )
 def test_bad_input_is_refused_in_one_sentence(make: dict[str, Any], call: dict[str, Any], words: str) -> None:
     x = torch.randn(3, 2, 8)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         MultiheadAttention(8, 2, **make)(x, x, x, **call)
 
 

@@ -175,6 +175,7 @@ def test_no_implementation_serves_torch_func_grad() -> None:
         ({"query": torch.randn(2, 9, 4, 8)}, "tokens, heads, columns"),
         ({"value": torch.randn(12, 2, 8)}, "fit together"),
         ({"query": torch.randn(9, 3, 8)}, "multiple"),
+        ({"causal": "none"}, "expected causal to be True or False, got 'none'"),
         ({"impl": "reference"}, "streaming and triton"),
     ],
 )

@@ -174,7 +174,8 @@ def _whole(axis: Any) -> int:
     try:
         return operator.index(axis)
     except TypeError:
-        raise TypeError(f"expected axis to be a whole number, several, or None, got {axis!r}") from None
+        got = f"an array of shape {tuple(axis.shape)}" if hasattr(axis, "shape") else repr(axis)
+        raise TypeError(f"expected axis to be a whole number, several, or None, got {got}") from None
 
 
 def rows_of(x: Array, axis: int | tuple[int, ...] | None) -> Rows:

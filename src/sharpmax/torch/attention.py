@@ -71,7 +71,8 @@ def scaled_dot_product_attention(
 
     Args:
       query: ``[..., Hq, Lq, D]``.
-      key, value: ``[..., H, Lk, D]`` and ``[..., H, Lk, Dv]``.
+      key, value: ``[..., H, Lk, D]`` and ``[..., H, Lk, Dv]``, with the axes of query before the heads: none is
+        broadcast (``x.expand`` costs no memory).
       attn_mask: broadcasts against the logits ``[..., Hq, Lq, Lk]``; boolean (true where a key is seen), or numbers
         that are added to the logits (``-inf``, or at most half of the lowest finite number of its type or of the type
         that logits are computed in, hides a key); or a ``CausalBias`` of ``torch.nn.attention.bias``.
@@ -170,7 +171,12 @@ def row_betas(policy: Policy, stats: RowStats) -> Tensor:
     """Beta of every row; a policy may give one number for several of them."""
     beta = policy(stats)
     if not isinstance(beta, Tensor):
-        beta = torch.as_tensor(beta, dtype=stats.sum.dtype, device=stats.sum.device)
+        try:
+            beta = torch.as_tensor(beta, dtype=stats.sum.dtype, device=stats.sum.device)
+        except (RuntimeError, TypeError, ValueError):
+            raise TypeError(f"expected the policy to give numbers, got {type(beta).__name__}") from None
+    if beta.dtype.is_complex:
+        raise TypeError(f"expected the policy to give numbers, got {beta.dtype}")
     try:
         return beta.to(stats.sum.dtype).expand(stats.sum.shape)
     except RuntimeError:

@@ -101,7 +101,7 @@ def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     first = tensors[0]
     assert first is not None
     kind = first.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not _autocast(kind):
         return tensors
     to = torch.get_autocast_dtype(kind)
     narrow = (torch.float16, torch.bfloat16, torch.float32)
@@ -111,7 +111,12 @@ def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 def full_precision(x: Tensor) -> Any:
     """Autocast has done its casts before; in here, float32 stays float32."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if _autocast(kind) else contextlib.nullcontext()
+
+
+def _autocast(kind: str) -> bool:
+    """Whether autocast is on for a kind of device; there is none for tensors without memory."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -273,7 +278,9 @@ def band(window: Any) -> tuple[int, int]:
         return int(window) - 1, int(window) - 1
     if isinstance(window, tuple | list) and len(window) == 2 and all(_whole(w) and w >= ALL for w in window):
         return int(window[0]), int(window[1])
-    raise ValueError(f"expected window to be a whole number of at least 1, or (left, right) counts, got {window!r}")
+    raise ValueError(
+        f"expected window to be a whole number of at least 1, or (left, right), -1 for all, got {window!r}"
+    )
 
 
 def check_dropout(dropout_p: float) -> None:

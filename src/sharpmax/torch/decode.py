@@ -68,7 +68,8 @@ def decode_attention(
       key, value: ``[B, Hkv, capacity, D]`` and ``[B, Hkv, capacity, Dv]``, of any strides; ``Hq`` is a multiple of
         ``Hkv``.
       cache_lengths: whole numbers ``[B]``, how many keys are valid (those of the queries included); all if not given.
-        What lies beyond has no influence, whatever it holds. A query without any valid key gets zeros.
+        Numbers are taken as within 0 and the capacity. What lies beyond has no influence, whatever it holds. A query
+        without any valid key gets zeros.
       key_mask: booleans ``[B, capacity]``, False where padding hides a key from every query, such as that before a
         prompt shorter than the others. What it hides has no influence.
       scale: what products of query and key are multiplied by, ``1 / sqrt(D)`` if not given.
@@ -125,7 +126,7 @@ def paged_decode_attention(
         ``block_table[b, n // page size]``. Entries of pages without a visible key, beyond the valid ones or before the
         window, may be anything; the pages they name are not read. Others must name a page, which is checked on a CPU
         alone.
-      cache_lengths: whole numbers ``[B]``, how many keys are valid.
+      cache_lengths: whole numbers ``[B]``, how many keys are valid; taken as within 0 and what the table has room for.
       scale, policy, window, softcap, impl, return_stats: as in :func:`decode_attention`.
     """
     _check_tensors(query=query, key_cache=key_cache, value_cache=value_cache)
@@ -198,9 +199,10 @@ def _whole_numbers(name: str, x: Any) -> Tensor | None:
 
 def _check_query(query: Tensor) -> None:
     if query.ndim != 4 or not 1 <= query.shape[2] <= MOST_QUERIES or query.shape[3] < 1:
+        more = query.ndim == 4 and query.shape[2] > MOST_QUERIES
         raise ValueError(
             f"expected query of shape [batch, heads, 1 to {MOST_QUERIES} queries, head size], got "
-            f"{tuple(query.shape)}; scaled_dot_product_attention serves more queries"
+            f"{tuple(query.shape)}" + ("; scaled_dot_product_attention serves more queries" if more else "")
         )
 
 

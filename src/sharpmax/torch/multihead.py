@@ -186,6 +186,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             mask = ~mask
         if padding is None:
             return mask
+        if padding.dtype != torch.bool and not padding.dtype.is_floating_point:
+            raise TypeError(f"expected key_padding_mask to be boolean or floating-point, got {padding.dtype}")
         if padding.shape != (batch, keys):
             raise ValueError(f"expected key_padding_mask of shape {(batch, keys)}, got {tuple(padding.shape)}")
         padding = padding[:, None, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +79,9 @@ def varlen_attention(
     check_tensors({"query": query, "key": key, "value": value})
     query, key, value = under_autocast(query, key, value)
     _check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k)
-    geometry = geometry_of(query, bool(causal), scale, window, softcap)._replace(lower_right=True)
+    if not isinstance(causal, bool | np.bool_):
+        raise ValueError(f"expected causal to be True or False, got {causal!r}")
+    geometry = geometry_of(query, causal, scale, window, softcap)._replace(lower_right=True)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     inputs = Inputs(q, k, v, None, None, geometry, ())
     chosen = choose(impl, inputs, policy, among=("streaming", "triton"), what="packed documents")
