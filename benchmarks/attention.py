@@ -2,9 +2,10 @@
 
     python -m benchmarks.attention [--quick] [--flex] [--lengths N ...] [--heads FILE ...] [--out FILE]
 
-Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured. ``impl="stock"``: a kernel gives statistics,
-beta and ``beta * q``, and stock attention (cuDNN) does the rest. ``impl="triton"``: a kernel gives the statistics and
-beta, and another one attends with beta on the logits in float32. "detached" is the same policy without its gradient.
+Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured: what ``impl="auto"`` takes, and
+``impl="stock"``, where a kernel gives statistics, beta and ``beta * q``, and stock attention (cuDNN) does the rest. On
+Hopper the first is ``impl="triton"``: a kernel gives the statistics and beta, and another one attends with beta on the
+logits in float32; except in training with "detached", the same policy without its gradient, where it is "stock".
 Our kernels are timed alone too. Inputs are scaled so that the paper's policy acts; the share of rows with beta above
 1.3 is recorded with each result. With --heads, inputs are what ``benchmarks.recorded_heads`` has recorded of a model.
 """
@@ -32,7 +33,7 @@ from benchmarks.recorded_heads import read
 from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
 from sharpmax.torch.geometry import ALL, Geometry
-from sharpmax.torch.triton import Tiles, gradient, prefill
+from sharpmax.torch.triton import Tiles, adaptive_backward, gradient, prefill
 from sharpmax.torch.triton.tiles import tiles_for
 
 MAIN = (4, 16, 4096, 128)
@@ -140,30 +141,26 @@ def kernels(x: Inputs) -> dict[str, Forward]:
     """Our kernels, each alone."""
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
     stats, beta, _ = statistics(x, scaled_query=False)
-    out, lse = prefill.attend(q, k, v, beta, x.geometry)
+    out, lse = prefill.attend(q, k, v, beta, x.geometry, row_max=stats[0])
     ones = torch.full_like(beta, 1e-3)
-    portable = tiles_for("stats", q.shape[-1], q.dtype, q.device, x.causal)
+    portable, attending = (tiles_for(kind, q.shape[-1], q.dtype, q.device, x.causal) for kind in ("stats", "attend"))
     given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": x.do, "row_max": stats[0]}
     moved: dict[str, Any] = {"grad_sum": ones, "grad_moment": ones}
+    rows: dict[str, Any] = {"row_sum": stats[1], "row_moment": stats[2]}
     return {
         "kernel stats": lambda: statistics(x, scaled_query=False),
         "kernel stats and scaled query": lambda: statistics(x, scaled_query=True),
         "kernel stats and scaled query, portable": lambda: statistics(x, scaled_query=True, config=portable),
-        "kernel attend": lambda: prefill.attend(q, k, v, beta, x.geometry),
+        "kernel attend": lambda: prefill.attend(q, k, v, beta, x.geometry, row_max=stats[0]),
+        "kernel attend, portable": lambda: prefill.attend(q, k, v, beta, x.geometry, config=attending),
+        "kernels of the gradient for Hopper": lambda: adaptive_backward(
+            q, k, v, beta, x.geometry, POLICY, **given, **rows
+        ),
         "kernel backward of attend": lambda: gradient.backward(q, k, v, beta, x.geometry, **given, need_beta=True),
         "kernel backward of stats": lambda: gradient.backward(q, k, None, None, x.geometry, row_max=stats[0], **moved),
         "kernel backward of both": lambda: gradient.backward(q, k, v, beta, x.geometry, **given, **moved, delta=ones),
         "kernel backward of scaled query": lambda: gradient.backward(
-            q,
-            k,
-            None,
-            beta,
-            x.geometry,
-            row_max=stats[0],
-            row_sum=stats[1],
-            row_moment=stats[2],
-            lowered=POLICY,
-            grad_scaled=x.do,
+            q, k, None, beta, x.geometry, row_max=stats[0], **rows, lowered=POLICY, grad_scaled=x.do
         ),
         "kernel gradient of beta": lambda: gradient.beta_gradient(q, k, v, beta, x.geometry, **given),
     }
@@ -176,12 +173,11 @@ def functions(x: Inputs, flex: bool, parts: bool) -> dict[str, Forward]:
         "cudnn forward+backward": lambda: stock_gradients(x, CUDNN),
         "flash forward": lambda: stock(*plain, FLASH),
         "flash forward+backward": lambda: stock_gradients(x, FLASH),
+        "auto forward": lambda: adaptive(*plain, "auto"),
+        "auto forward+backward": lambda: adaptive_gradients(x, "auto"),
+        "auto forward+backward, detached": lambda: adaptive_gradients(x, "auto", DETACHED),
         "stock forward": lambda: adaptive(*plain, "stock"),
         "stock forward+backward": lambda: adaptive_gradients(x, "stock"),
-        "stock forward+backward, detached": lambda: adaptive_gradients(x, "stock", DETACHED),
-        "triton forward": lambda: adaptive(*plain, "triton"),
-        "triton forward+backward": lambda: adaptive_gradients(x, "triton"),
-        "triton forward+backward, detached": lambda: adaptive_gradients(x, "triton", DETACHED),
     }
     if parts:
         found |= kernels(x)
@@ -195,9 +191,9 @@ def functions(x: Inputs, flex: bool, parts: bool) -> dict[str, Forward]:
 
 def few(x: Inputs, backward: bool) -> dict[str, Forward]:
     """What is run where one run takes seconds."""
-    chosen = ["cudnn forward", "stock forward", "triton forward"]
+    chosen = ["cudnn forward", "auto forward", "stock forward"]
     if backward:
-        chosen += ["cudnn forward+backward", "stock forward+backward", "triton forward+backward", "figure 4 forward"]
+        chosen += ["cudnn forward+backward", "auto forward+backward", "stock forward+backward", "figure 4 forward"]
     return {name: function for name, function in functions(x, False, False).items() if name in chosen}
 
 
@@ -304,12 +300,12 @@ def stock64(q: Tensor, x: Inputs) -> tuple[Tensor, Grads]:
 
 def accuracy(causal: bool, dtype: torch.dtype) -> dict[str, Any]:
     """Errors against float64, as norms against norms; the peer is stock attention on the query that it is given."""
-    x = made((1, 16, 2048, 128), causal, deviation_for(2048), dtype)
+    x = made((3, 16, 2048, 128), causal, deviation_for(2048), dtype)  # enough for the kernels for Hopper
     out, grads, beta64 = exact64(x)
     _, beta, scaled = statistics(x, scaled_query=True)
     found = {
+        "auto": (adaptive(x.q, x.k, x.v, causal, "auto").detach(), adaptive_gradients(x, "auto")),
         "stock": (adaptive(x.q, x.k, x.v, causal, "stock").detach(), adaptive_gradients(x, "stock")),
-        "triton": (adaptive(x.q, x.k, x.v, causal, "triton").detach(), adaptive_gradients(x, "triton")),
         "figure 4": (figure4(x.q, x.k, x.v, causal).detach(), figure4_gradients(x)),
     }
     names = ("output", "dq", "dk", "dv")

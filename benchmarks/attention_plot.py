@@ -16,8 +16,8 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).parent.parent
 SHOWN = {
     "cudnn forward": ("torch, cuDNN", "#888888", "o"),
-    "stock forward": ("sharpmax, stock", "#0072b2", "s"),
-    "triton forward": ("sharpmax, triton", "#009e73", "^"),
+    "auto forward": ("sharpmax", "#0072b2", "s"),
+    "stock forward": ("sharpmax, stock", "#009e73", "^"),
     "figure 4 forward": ("Figure 4, literal", "#d55e00", "x"),
 }
 

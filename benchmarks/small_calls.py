@@ -48,16 +48,17 @@ def few_programs() -> None:
 
 
 def hopper_prefill() -> None:
-    """Statistics, beta and ``beta * q``, and both gradient kernels, with tiles that are partly filled."""
+    """Statistics, beta and ``beta * q``, attention and its gradient kernels, with tiles that are partly filled."""
     few_programs()
     policy: Any = sharpmax.PAPER.lower()
     numbers = fused.policy_numbers(policy)
     sizes = ((1, 300, 300), (2, 130, 333))  # sequences, queries, keys
     for width, (batch, queries, keys) in product(WIDTHS, sizes):
-        for geometry in (Geometry(0.2, right=0), Geometry(0.2)):
+        for geometry in (Geometry(0.2, right=0), Geometry(0.2), Geometry(0.2, right=0, lower_right=True)):
             shapes = ((batch, 4, queries, width), (batch, 2, keys, width), (batch, 2, keys, width))
             q, k, v = leaves = [normal(*shape).requires_grad_() for shape in shapes]
-            out = fused.sharpened_attention(q, k, v, geometry.numbers, numbers)[0]
+            check(fused.sharpened_query(q, k, None, None, geometry.numbers, numbers, False)[0])
+            out = fused.adaptive_attention(q, k, v, *(None,) * 5, geometry.numbers, numbers, False, 0.0)[0]
             check(*torch.autograd.grad(out, leaves, normal(*out.shape)))
 
 

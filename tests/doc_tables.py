@@ -76,10 +76,9 @@ def attention_speed() -> str:
         "cudnn": "torch, cuDNN",
         "flash": "torch, FlashAttention 2",
         "flex": "torch, FlexAttention",
-        "stock": "`stock`",
-        "stock detached": "`stock`, policy detached",
-        "triton": "`triton`",
-        "triton detached": "`triton`, policy detached",
+        "auto": "sharpmax",
+        "auto detached": "sharpmax, policy detached",
+        "stock": "sharpmax, `stock`",
         "figure 4": "Figure 4, literal",
     }
     lines = []
@@ -94,7 +93,7 @@ def attention_speed() -> str:
 
 
 def attention_lengths() -> str:
-    """Times of ``stock`` from 4,096 tokens on, and those of cuDNN and of Figure 4."""
+    """Times from 4,096 tokens on, and those of cuDNN and of Figure 4."""
     found = load("benchmarks/results/attention_cuda.json")
     lines = []
     for case in found["results"] + found["long"]:
@@ -104,12 +103,12 @@ def attention_lengths() -> str:
         times = case["times"]
         cells = [f"{batch} x {heads} x {length:,} x {width}, {'causal' if case['causal'] else 'full'}"]
         for what in DIRECTIONS:
-            for name in ("cudnn", "stock", "figure 4"):
+            for name in ("cudnn", "auto", "figure 4"):
                 time = times.get(f"{name} {what}")
                 plain = time is not None and name == "cudnn"
                 cells.append("-" if time is None else f"{time['ms']:,.2f} ms" if plain else shown(time))
         lines.append(cells)
-    head = [f"{name}, {what}" for what in DIRECTIONS for name in ("cuDNN", "`stock`", "Figure 4")]
+    head = [f"{name}, {what}" for what in DIRECTIONS for name in ("cuDNN", "sharpmax", "Figure 4")]
     return markdown(["", *head], lines)
 
 
@@ -119,11 +118,11 @@ def attention_memory() -> str:
     for case in load("benchmarks/results/attention_cuda.json")["long"]:
         batch, heads, length, width = case["shape"]
         for what in DIRECTIONS:
-            times = [case["times"].get(f"{name} {what}") for name in ("cudnn", "stock", "triton")]
+            times = [case["times"].get(f"{name} {what}") for name in ("cudnn", "auto", "stock")]
             if None not in times:
                 cells = [f"{time['peak_mb']:,.0f} MB ({time['returned_mb']:,.0f} returned)" for time in times if time]
                 lines.append([f"{batch} x {heads} x {length:,} x {width}, {what}", *cells])
-    return markdown(["", "cuDNN", "`stock`", "`triton`"], lines)
+    return markdown(["", "cuDNN", "sharpmax", "sharpmax, `stock`"], lines)
 
 
 def attention_on_a_cpu() -> str:
@@ -140,7 +139,7 @@ def attention_on_a_cpu() -> str:
 def attention_errors() -> str:
     """Errors against float64 as multiples of the peer's, which is stock attention on what it is given."""
     names = ("output", "dq", "dk", "dv")
-    rows = {"stock": "`stock`", "triton": "`triton`", "figure 4": "Figure 4, literal"}
+    rows = {"auto": "sharpmax", "stock": "sharpmax, `stock`", "figure 4": "Figure 4, literal"}
     lines = []
     for case in load("benchmarks/results/attention_cuda.json")["accuracy"]:
         kind, ratios = "causal" if case["causal"] else "full", case["ratios_to_peer"]
@@ -273,13 +272,13 @@ def packed_speed() -> str:
 
 def recorded_speed() -> str:
     """Milliseconds over heads of a real model, and their multiples of cuDNN's."""
-    head = [f"{name}, {what}" for what in DIRECTIONS for name in ("cuDNN", "`stock`", "policy detached", "Figure 4")]
+    head = [f"{name}, {what}" for what in DIRECTIONS for name in ("cuDNN", "sharpmax", "policy detached", "Figure 4")]
     lines = []
     for case in load("benchmarks/results/attention_recorded_cuda.json")["recorded"]:
         cells = [f"layer {case['layer']}, beta > 1.3 in {100 * case['share_beta_above_1_3']:.0f} %"]
         for what in DIRECTIONS:
             cells.append(f"{case['times'][f'cudnn {what}']['ms']:.2f} ms")
-            for name in (f"stock {what}", f"stock {what}, detached", f"figure 4 {what}"):
+            for name in (f"auto {what}", f"auto {what}, detached", f"figure 4 {what}"):
                 if (time := case["times"].get(name)) is not None:
                     cells.append(f"{time['ms']:.2f} ms ({time['ratio_to_cudnn']:.2f}x)")
         lines.append(cells)
@@ -288,7 +287,7 @@ def recorded_speed() -> str:
 
 SANITIZED = {
     "control": "none of ours: specialised warps that do nothing",
-    "hopper_prefill": "statistics and gradients for Hopper, several blocks a program",
+    "hopper_prefill": "statistics, attention and gradients for Hopper, several blocks a program",
     "hopper_decode": "decoding for Hopper, several parts a program, contiguous and from pages",
     "portable_prefill": "portable, prefill and backward",
     "portable_masks": "the same with masks, softcap, dropout, packed documents",
@@ -331,9 +330,9 @@ def attention_ranges(least: int) -> dict[str, str]:
     found = load("benchmarks/results/attention_cuda.json")
     cases = [case for case in found["results"] + found["long"] if case["shape"][2] >= least]
     names = {
-        "forward": "stock forward",
-        "backward": "stock forward+backward",
-        "detached": "stock forward+backward, detached",
+        "forward": "auto forward",
+        "backward": "auto forward+backward",
+        "detached": "auto forward+backward, detached",
     }
     ranges = {}
     for what, name in names.items():
@@ -342,7 +341,7 @@ def attention_ranges(least: int) -> dict[str, str]:
     for width, peer in ((MAIN[3], "flash"), (64, "narrow flash")):
         there = [case["times"] for case in cases if case["shape"][3] == width and "flash forward" in case["times"]]
         for what in DIRECTIONS:
-            ratios = [times[f"stock {what}"]["ms"] / times[f"flash {what}"]["ms"] for times in there]
+            ratios = [times[f"auto {what}"]["ms"] / times[f"flash {what}"]["ms"] for times in there]
             low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
             ranges[f"{peer} {what}"] = low if low == high else f"{low} to {high}"
     return ranges
@@ -351,7 +350,7 @@ def attention_ranges(least: int) -> dict[str, str]:
 def detached_memory() -> str:
     """Peak memory of a training step with a detached policy as a multiple of cuDNN's, from 4,096 tokens on."""
     cases = load("benchmarks/results/attention_cuda.json")["results"]
-    names = ("stock forward+backward, detached", "cudnn forward+backward")
+    names = ("auto forward+backward, detached", "cudnn forward+backward")
     peaks = [[case["times"][name]["peak_mb"] for name in names] for case in cases if case["shape"][2] >= MAIN[2]]
     (ratio,) = {f"{ours / theirs:.2f}" for ours, theirs in peaks}
     return ratio
@@ -380,17 +379,17 @@ def attention_phrases() -> list[str]:
 def short_phrases() -> list[str]:
     """What docs/attention.md says of lengths below 4,096."""
     cases = [case for case in load("benchmarks/results/attention_cuda.json")["results"] if case["shape"][2] < MAIN[2]]
-    times = {what: [case["times"][f"stock {what}"]["ms"] for case in cases] for what in DIRECTIONS}
+    times = {what: [case["times"][f"auto {what}"]["ms"] for case in cases] for what in DIRECTIONS}
     forward, both = (f"{min(times[what]):.2f} to {max(times[what]):.2f} ms" for what in DIRECTIONS)
 
-    def against(impl: str, what: str) -> list[float]:
-        return [case["times"][f"figure 4 {what}"]["ms"] / case["times"][f"{impl} {what}"]["ms"] for case in cases]
-
-    stock = [ratio for what in DIRECTIONS for ratio in against("stock", what)]
+    ratios = [
+        case["times"][f"figure 4 {what}"]["ms"] / case["times"][f"auto {what}"]["ms"]
+        for case in cases
+        for what in DIRECTIONS
+    ]
     return [
-        f"`stock` took {forward} forward and {both} with backward",
-        f"literal Figure 4 took {min(stock):.2f} to {max(stock):.1f} times as long as `stock`",
-        f"{min(against('triton', 'forward+backward')):.2f} times as long as `triton`",
+        f"it took {forward} forward and {both} with backward",
+        f"literal Figure 4 took {min(ratios):.2f} to {max(ratios):.1f} times as long",
     ]
 
 

@@ -59,8 +59,7 @@ def attend_arguments(
     else:
         q, k, v = tensors(dtype)
     beta = (1 + torch.rand(q.shape[:-1], dtype=dtype)).requires_grad_()
-    row_max = torch.zeros(q.shape[:-1], dtype=dtype)
-    return q, k, v, beta, row_max, *masks(kind, dtype), *starts, seed, geometry.numbers, dropout, "streaming"
+    return q, k, v, beta, None, *masks(kind, dtype), *starts, seed, geometry.numbers, dropout, "streaming"
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "lengths", "packed"])

@@ -14,7 +14,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends as current_backends
 
 import sharpmax
 from sharpmax.torch import attention as module
-from sharpmax.torch import choice, scaled_dot_product_attention, stock
+from sharpmax.torch import choice, fused, row_stats, scaled_dot_product_attention, stock, varlen_attention
 from sharpmax.torch.checks import checked
 from tests.torch import oracle
 from tests.torch.attention_cases import MASKS, POLICIES, TOLERANCE, close, inputs
@@ -156,6 +156,97 @@ def test_what_auto_takes_on_a_gpu(
     made = checked(query, key, value, scale=None, enable_gqa=False, **call)
     assert choice.choose("auto", made, policy, may_round=True) == expected
     assert choice.choose("auto", made, policy) == ("streaming" if expected == "streaming" else "triton")
+
+
+OWN: dict[str, tuple[dict[str, Any], bool]] = {
+    "inference": ({}, True),
+    "causal inference": ({"is_causal": True}, True),
+    "any policy": ({"policy": lambda stats: 1.0 + stats.entropy}, False),
+    "a long polynomial": ({"policy": sharpmax.EntropyPolynomial((0.1,) * 10)}, False),
+    "keys that are all the same": ({"expanded": True}, False),
+    "inference with statistics": ({"return_stats": True}, True),
+    "inference, detached": ({"policy": sharpmax.detached(sharpmax.PAPER)}, True),
+    "training": ({"gradient": True}, True),
+    "training with statistics": ({"gradient": True, "return_stats": True}, False),
+    "training, detached": ({"gradient": True, "policy": sharpmax.detached(sharpmax.PAPER)}, False),
+    "training of few keys": ({"gradient": True, "keys": 64}, False),
+    "inference of few keys": ({"keys": 64}, True),
+    "few queries": ({"queries": 64}, False),
+    "betas that need no statistics": ({"policy": sharpmax.LogLength.relative(16)}, False),
+    "a number": ({"policy": sharpmax.Constant(2.0)}, False),
+    "dropout": ({"dropout_p": 0.1}, False),
+    "a mask": ({"attn_mask": torch.ones(512, 512, dtype=torch.bool)}, False),
+    "key lengths": ({"key_lengths": torch.full((4,), 300)}, False),
+    "a softcap": ({"softcap": 3.0}, False),
+    "other columns": ({"width": 32}, False),
+}
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_where_auto_does_not_round(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for Hopper, with 32 processors: where they have what is asked for, and keep the card at work."""
+    pytest.importorskip("triton")
+    change, expected = OWN[what]
+    call: dict[str, Any] = {"attn_mask": None, "key_lengths": None, "is_causal": False, "window": None, "softcap": None}
+    rest: dict[str, Any] = {"policy": sharpmax.PAPER, "dropout_p": 0.0, "return_stats": False, "gradient": False}
+    rest |= {"queries": 512, "keys": 512, "width": 64, "expanded": False}
+    for name, value in change.items():
+        (call if name in call else rest)[name] = value
+    q, k, v = (torch.zeros(4, 4, rest[n], rest["width"]).half() for n in ("queries", "keys", "keys"))
+    q.requires_grad_(rest["gradient"])
+    k = k[:1].expand_as(k) if rest["expanded"] else k
+    made = checked(q, k, v, scale=None, enable_gqa=False, **call)
+    asked = (made, rest["policy"], rest["dropout_p"], rest["return_stats"])
+    assert not choice.own_kernels_pay(*asked)  # no such GPU
+    monkeypatch.setattr(choice, "hopper_processors", lambda _: 32)
+    assert choice.own_kernels_pay(*asked) is expected
+    if rest["gradient"]:
+        with torch.no_grad():
+            assert choice.own_kernels_pay(*asked)
+
+
+MAXIMA: dict[str, tuple[dict[str, Any], bool]] = {
+    "inside": ({}, True),
+    "causal": ({"is_causal": True}, True),
+    "lengths": ({"key_lengths": torch.tensor([3, 9])}, True),
+    "any policy": ({"policy": lambda stats: 1.0 + stats.entropy}, True),
+    "statistics": ({"return_stats": True}, True),
+    "a number": ({"policy": sharpmax.Constant(2.0)}, False),
+    "the length": ({"policy": sharpmax.LogLength.relative(16)}, False),
+}
+
+
+@pytest.mark.usefixtures("triton_everywhere")
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("what", MAXIMA)
+def test_attention_is_handed_the_maxima_of_rows_or_none(
+    what: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel may trust them: powers relative to anything less would overflow."""
+    call, known = MAXIMA[what]
+    if packed and what in ("causal", "lengths"):
+        pytest.skip("packed documents have neither by these names")
+    handed: list[Tensor | None] = []
+    real = fused.kernels().attend
+    monkeypatch.setattr(
+        fused.kernels(), "attend", lambda *a, row_max=None, **k: (handed.append(row_max), real(*a, **k))[1]
+    )
+    on: Any = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in call.items()}
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (5 * torch.randn(2, 2, 9, 16, generator=generator).to(DEVICE) for _ in range(3))
+    if packed:
+        starts = torch.tensor([0, 9, 18], dtype=torch.int32, device=DEVICE)
+        tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        varlen_attention(*tokens, starts, starts, impl="triton", **on)
+    else:
+        scaled_dot_product_attention(q, k, v, impl="triton", **on)
+    (row_max,) = handed
+    assert (row_max is not None) is known or (packed and what == "the length")
+    if row_max is not None:
+        masks = {n: x for n, x in on.items() if n in ("is_causal", "key_lengths")}
+        exact = row_stats(q.double(), k.double(), impl="reference", **masks).max
+        exact = exact.transpose(0, 1).flatten(1)[None] if packed else exact
+        torch.testing.assert_close(row_max.double(), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_cudnn_is_asked_for_first_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,8 @@ def scaled_dot_product_attention(
       scale: what products of query and key are multiplied by; ``1 / sqrt(D)`` if not given.
       enable_gqa: allow more heads of the query than of the key; keys and values are not repeated in memory.
       policy: maps :class:`~sharpmax.RowStats` ``[B, Hq, Lq]`` to beta; any callable, module or built-in policy.
-        Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. Rows of infinite beta are hard,
+        Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. ``"triton"`` takes betas that are
+        not negative. Rows of infinite beta are hard,
         uniform over their largest logits, with ``"reference"`` and ``"streaming"``; ``"triton"`` and ``"stock"`` refuse
         :class:`~sharpmax.Hard`, and take 10,000 for an infinity that any other policy gives.
       mechanism: what makes weights of logits in the place of softmax and policy: a name of
@@ -121,11 +122,12 @@ def scaled_dot_product_attention(
     )  # fmt: skip
     if held is not None:
         return inputs.restore(mechanisms.attention(held, inputs, dropout_p, impl))
-    chosen = choice.choose(impl, inputs, policy, may_round=True)
+    may_round = impl == "auto" and not choice.own_kernels_pay(inputs, policy, dropout_p, return_stats)
+    chosen = choice.choose(impl, inputs, policy, may_round=may_round)
     with full_precision(inputs.q):
         if not return_stats:
             if (beta := _beta_without_statistics(inputs, policy)) is not None:
-                return inputs.restore(_attend(inputs, beta, torch.zeros_like(beta), chosen, dropout_p))
+                return inputs.restore(_attend(inputs, beta, None, chosen, dropout_p))
             if policy_inside(inputs, policy, chosen):
                 return inputs.restore(with_policy_inside(inputs, policy, chosen, dropout_p))
         stats = _statistics(inputs, chosen, needs_spread(policy))
@@ -252,7 +254,7 @@ def dropout_seed(dropout_p: float) -> Tensor | None:
     return torch.randint(1 << 31, ()) if dropout_p > 0 else None
 
 
-def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor, impl: str, dropout_p: float) -> Tensor:
+def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor | None, impl: str, dropout_p: float) -> Tensor:
     q, k, v, mask, key_lengths, geometry, _ = inputs
     assert v is not None
     if impl == "reference":

@@ -108,6 +108,11 @@ def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(x.to(to) if isinstance(x, Tensor) and x.dtype in narrow else x for x in tensors)
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to go back through some of the tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def full_precision(x: Tensor) -> Any:
     """Autocast has done its casts before; in here, float32 stays float32."""
     kind = x.device.type

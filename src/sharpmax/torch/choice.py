@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.policies import Lowered, Policy, is_hard
-from .checks import Inputs, forward_mode, has_tangent
-from .geometry import ALL, LARGEST_HEAD, Geometry
+from ..core.policies import Detached, Policy, is_hard, lowered
+from .checks import Inputs, forward_mode, has_tangent, needs_gradient
+from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -34,15 +34,15 @@ def choose(
 ) -> str:
     """The implementation that serves a call: ``impl`` itself, or for ``"auto"`` the first that can.
 
-    With ``may_round``, ``"auto"`` is ``"stock"`` on NVIDIA GPUs of compute capability 9 or more, for float16 and
-    bfloat16, plain or causal (with as many queries as keys), without a mask or key lengths, and with values as wide as
-    queries. There torch has the faster kernels (cuDNN's), and rounding ``beta * query`` costs little: the error of the
-    output was measured at 3 times that of stock attention on ``beta * query``, and is held to 4 times.
-
-    Otherwise, on a GPU, it is ``"triton"``, which applies beta to the logits in float32: its error is about that of
-    stock attention. Where that cannot serve (float64, heads of more than 256 columns, a mask that needs a gradient,
-    hard attention), and on every other device, it is ``"streaming"``. ``torch.func.grad`` and its like take no custom
+    On a GPU, ``"auto"`` is ``"triton"``, which applies beta to the logits in float32: its error is about that of stock
+    attention. Where it cannot serve (float64, heads of more than 256 columns, a mask that needs a gradient, hard
+    attention), and on every other device, it is ``"streaming"``. ``torch.func.grad`` and its like take no custom
     operator, nor does differentiation in forward mode; under them it is ``"reference"``.
+
+    With ``may_round`` (see :func:`own_kernels_pay`), it is ``"stock"`` where torch has the faster kernels, cuDNN's: on
+    NVIDIA GPUs of compute capability 9 or more, for float16 and bfloat16, plain or causal (with as many queries as
+    keys), without a mask or key lengths, and with values as wide as queries. There the error of the output was measured
+    at 3 times that of stock attention on ``beta * query``, and is held to 4 times.
 
     ``among`` are the implementations that there are of ``what`` is asked for.
     """
@@ -97,32 +97,39 @@ def _ask_for_capability(device: torch.device) -> int:
 
 
 @torch.compiler.assume_constant_result
-def cudnn_enabled() -> bool:
-    """Whether there is cuDNN, and torch may take its attention."""
-    return (
-        torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
-    )
-
-
-@torch.compiler.assume_constant_result
 def hopper_processors(device: torch.device) -> int:
     """How many processors a GPU has that the kernels for Hopper are known to run on, 0 for any other device."""
     if not HAS_TRITON or compute_capability(device) != 9:
         return 0
     from .triton import hopper
 
-    return hopper.processors(device) if hopper.is_hopper(device) and hopper.version() in hopper.RUN_WITH else 0
+    return hopper.known_processors(device)
 
 
-def sharpened_attention_pays(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, lowered: Lowered) -> bool:
-    """Whether the gradient kernels for Hopper serve a call and keep the card at work."""
+def own_kernels_pay(inputs: Inputs, policy: Policy, dropout_p: float, return_stats: bool) -> bool:
+    """Whether the kernels for Hopper serve a call, with its gradient where one is asked for, and keep the card at work.
+
+    Then ``"auto"`` need not round. They are for policies that lower to a polynomial of the entropy: they attend with
+    maxima of the statistics, which others may not need, and with betas that are not negative, which others may give.
+    The gradient they have is that of such a policy, not of a detached one, nor of statistics that are returned.
+    """
+    q, k, v, mask, key_lengths, geometry, _ = inputs
     count = hopper_processors(q.device)
-    if count == 0:
+    if count == 0 or v is None or mask is not None or key_lengths is not None or dropout_p > 0:
         return False
-    from .triton import hopper_backward
+    from .triton import hopper, hopper_backward
 
-    refused = hopper_backward.refusal(q, k, v, geometry, lowered)
-    return not refused and hopper_backward.pays(q, k, geometry.banded, count)
+    form = lowered(policy)
+    if form is None or form.constant or form.floor < 0 or len(form.coefficients) > LARGEST_POLYNOMIAL:
+        return False
+    if not all(hopper.regular(x.shape, x.stride()) for x in (q, k, v)):
+        return False
+    if not needs_gradient(q, k, v):
+        fills = hopper.fills(q.shape, hopper.ATTEND_ROWS, geometry.banded, count)
+        return fills and not hopper.plain_refusal(q, k, v, geometry)
+    if isinstance(policy, Detached) or return_stats:
+        return False
+    return hopper_backward.pays(q, k, geometry.banded, count) and not hopper_backward.refusal(q, k, v, geometry, form)
 
 
 def _refusal(impl: str, inputs: Inputs, policy: Policy | None) -> str:

@@ -1,8 +1,7 @@
 """Operators with a lowered policy inside, on the Triton kernels: nothing between statistics and beta is left to torch.
 
-``sharpmax::sharpened_query`` gives ``beta * q`` for torch's own attention, ``sharpmax::sharpened_attention`` has
-cuDNN's inside, for a gradient in one piece, and ``sharpmax::adaptive_attention`` is all our own; each has its
-backward operator. Any other policy goes through the operators of :mod:`~sharpmax.torch.ops`.
+``sharpmax::sharpened_query`` gives ``beta * q`` for torch's own attention, ``sharpmax::adaptive_attention`` is all our
+own; each has its backward operator. Any other policy goes through the operators of :mod:`~sharpmax.torch.ops`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..core.policies.base import Lowered
 from .checks import full_precision
 from .geometry import Geometry
-from .operator import Operator, operator
+from .operator import operator
 from .ops import empty_output, empty_stats, folded, kernels, no_second_derivative, nothing
 
 
@@ -118,95 +117,6 @@ sharpened_query.register_autograd(_sharpened_gradients, setup_context=_keep_shar
 sharpened_query_backward.register_autograd(no_second_derivative)
 
 
-@operator("sharpmax::sharpened_attention")
-def sharpened_attention(
-    q: Tensor, k: Tensor, v: Tensor, numbers: list[float], policy: list[float]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """cuDNN's attention on ``beta * q``, its logsumexp, ``beta * q``, then maximum, sum, moment and beta of every row.
-
-    Gradient flows through the output only. On Hopper, for what :func:`.triton.hopper_backward.refusal` lets pass.
-    """
-    geometry = Geometry.of(numbers)
-    with full_precision(q):
-        (top, total, moment, _, _), beta, scaled = kernels().row_stats_and_scaled_query(
-            q, k, geometry, _lowered(policy)
-        )
-        out, lse = cudnn_attention(scaled, k, v, geometry)
-    return out, lse, scaled, top, total, moment, beta
-
-
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """The output and the logsumexp of every row, contiguous."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, geometry.banded, False, scale=geometry.scale
-    )
-    return out.contiguous(), lse.reshape(q.shape[:-1]).contiguous()
-
-
-@sharpened_attention.register_fake
-def _sharpened_attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, numbers: list[float], policy: list[float]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    top, total, moment, _, _ = empty_stats(q, False)
-    return *empty_output(q, v), q.new_empty(q.shape), top, total, moment, torch.empty_like(total)
-
-
-@operator("sharpmax::sharpened_attention_backward")
-def sharpened_attention_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scaled: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    row_moment: Tensor,
-    beta: Tensor,
-    grad_out: Tensor,
-    numbers: list[float],
-    policy: list[float],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value; the same bits every time."""
-    with full_precision(q):
-        return kernels().sharpened_backward(
-            q, k, v, Geometry.of(numbers), _lowered(policy), out=out, lse=lse, scaled=scaled, row_max=row_max,
-            row_sum=row_sum, row_moment=row_moment, beta=beta, grad_out=grad_out,
-        )  # fmt: skip
-
-
-@sharpened_attention_backward.register_fake
-def _sharpened_attention_backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scaled: Tensor, row_max: Tensor, row_sum: Tensor,
-    row_moment: Tensor, beta: Tensor, grad_out: Tensor, numbers: list[float], policy: list[float],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _differentiated(op: Operator, backward: Operator, tensors: int) -> None:
-    """The gradient of an operator that attends: ``backward`` gives it for query, key and value.
-
-    It takes the first ``tensors`` arguments of ``op``, all that came of them, the cotangent of the output, which alone
-    has one, and the other arguments.
-    """
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:tensors], *output)
-        ctx.rest = inputs[tensors:]
-        ctx.mark_non_differentiable(*output[1:])
-
-    def gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
-        found = (None,) * 3 if grad_out is None else backward(*ctx.saved_tensors, grad_out, *ctx.rest)
-        return *found, *(None,) * (tensors - 3 + len(ctx.rest))
-
-    op.register_autograd(gradients, setup_context=keep)
-    backward.register_autograd(no_second_derivative)
-
-
-_differentiated(sharpened_attention, sharpened_attention_backward, 3)
-
-
 @operator("sharpmax::adaptive_attention")
 def adaptive_attention(
     q: Tensor,
@@ -234,7 +144,7 @@ def adaptive_attention(
             q, k, geometry, lowered, scaled_query=False, **masks
         )
         out, lse = kernels().attend(
-            q, k, v, beta, geometry, dropout_p=dropout_p, seed=0 if seed is None else int(seed), **masks
+            q, k, v, beta, geometry, row_max=top, dropout_p=dropout_p, seed=0 if seed is None else int(seed), **masks
         )
     return out, lse, top, total, moment, beta
 
@@ -271,14 +181,23 @@ def adaptive_attention_backward(
     detached: bool,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value: first that of beta, where it has one, then all the rest at once."""
+    """The gradients of query, key and value.
+
+    On Hopper, where :func:`.triton.adaptive_backward_taken` says so, by kernels of its own; else first that of beta,
+    where it has one, then all the rest at once.
+    """
     geometry = Geometry.of(numbers)
     lowered = _lowered(policy)
-    given: dict[str, Any] = {
-        "out": out, "lse": lse, "grad_out": grad_out, "row_max": row_max, "mask": mask, "key_lengths": key_lengths,
-        "cu_q": cu_q, "cu_k": cu_k, "dropout_p": dropout_p, "seed": 0 if seed is None else int(seed),
+    given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": grad_out, "row_max": row_max}
+    hiding: dict[str, Any] = {
+        "mask": mask, "key_lengths": key_lengths, "cu_q": cu_q, "cu_k": cu_k, "dropout_p": dropout_p
     }  # fmt: skip
     with full_precision(q):
+        if not detached and kernels().adaptive_backward_taken(q, k, v, geometry, lowered, **hiding):
+            return kernels().adaptive_backward(
+                q, k, v, beta, geometry, lowered, **given, row_sum=row_sum, row_moment=row_moment
+            )
+        given |= hiding | {"seed": 0 if seed is None else int(seed)}
         if not (detached or lowered.constant):
             dbeta, delta = kernels().beta_gradient(q, k, v, beta, geometry, **given)
             grad_sum, grad_moment = kernels().policy_gradient(lowered, row_sum, row_moment, dbeta)
@@ -297,12 +216,24 @@ def _adaptive_attention_backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_differentiated(adaptive_attention, adaptive_attention_backward, 8)
+def _keep_adaptive(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:8], *output)
+    ctx.rest = inputs[8:]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _adaptive_gradients(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
+    if grad_out is None:
+        return (None,) * 12
+    return *adaptive_attention_backward(*ctx.saved_tensors, grad_out, *ctx.rest), *(None,) * 9
+
+
+adaptive_attention.register_autograd(_adaptive_gradients, setup_context=_keep_adaptive)
+adaptive_attention_backward.register_autograd(no_second_derivative)
 
 
 sharpened_query.register_vmap(folded(sharpened_query, 4, 2, ()))
 sharpened_query_backward.register_vmap(folded(sharpened_query_backward, 9, 2, ()))
-sharpened_attention.register_vmap(folded(sharpened_attention, 3, 2, ()))
-sharpened_attention_backward.register_vmap(folded(sharpened_attention_backward, 11, 2, ()))
 adaptive_attention.register_vmap(folded(adaptive_attention, 8, 3, (5, 6, 7)))
 adaptive_attention_backward.register_vmap(folded(adaptive_attention_backward, 15, 3, (5, 6, 7)))

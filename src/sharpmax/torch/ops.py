@@ -224,7 +224,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    row_max: Tensor,
+    row_max: Tensor | None,
     mask: Tensor | None,
     key_lengths: Tensor | None,
     cu_q: Tensor | None,
@@ -234,15 +234,16 @@ def attend(
     dropout_p: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(beta * z) v`` and ``logsumexp(beta * z)``; ``row_max`` (of the statistics) serves the backward."""
+    """``softmax(beta * z) v`` and ``logsumexp(beta * z)``; ``row_max``, the maxima of ``z``, where known."""
     _check_impl(impl)
     geometry = Geometry.of(numbers)
     drop: dict[str, Any] = {"dropout_p": dropout_p, "seed": 0 if seed is None else int(seed)}
     with full_precision(q):
         if impl == "triton":
             out, lse = kernels().attend(
-                q, k, v, beta, geometry, mask=mask, key_lengths=key_lengths, cu_q=cu_q, cu_k=cu_k, **drop
-            )
+                q, k, v, beta, geometry, row_max=row_max, mask=mask, key_lengths=key_lengths, cu_q=cu_q, cu_k=cu_k,
+                **drop,
+            )  # fmt: skip
             return out.contiguous(), lse.contiguous()
         if cu_q is None:
             return streaming.attend(q, k, v, beta, geometry, mask=mask, key_lengths=key_lengths, **drop)
@@ -264,8 +265,9 @@ def empty_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @attend.register_fake
 def _attend_fake(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, row_max: Tensor, mask: Tensor | None, key_lengths: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None, numbers: list[float], dropout_p: float, impl: str,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, row_max: Tensor | None, mask: Tensor | None,
+    key_lengths: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None,
+    numbers: list[float], dropout_p: float, impl: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return empty_output(q, v)
 
@@ -276,7 +278,7 @@ def attend_backward(
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    row_max: Tensor,
+    row_max: Tensor | None,
     mask: Tensor | None,
     key_lengths: Tensor | None,
     cu_q: Tensor | None,
@@ -297,6 +299,8 @@ def attend_backward(
     drop: dict[str, Any] = {"dropout_p": dropout_p, "seed": 0 if seed is None else int(seed)}
     with full_precision(q):
         if impl == "triton":
+            if row_max is None and need_beta:  # any number will do, but near the maximum sums are more exact
+                row_max = torch.zeros_like(lse)
             dq, dk, dv, d_beta = kernels().backward(
                 q, k, v, beta, geometry, out=out, lse=lse, grad_out=grad_out, row_max=row_max, mask=mask,
                 key_lengths=key_lengths, cu_q=cu_q, cu_k=cu_k, need_beta=need_beta, **drop,
@@ -325,9 +329,9 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _attend_backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, row_max: Tensor, mask: Tensor | None, key_lengths: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None, out: Tensor, lse: Tensor, grad_out: Tensor,
-    numbers: list[float], dropout_p: float, need_beta: bool,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, row_max: Tensor | None, mask: Tensor | None,
+    key_lengths: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None,
+    out: Tensor, lse: Tensor, grad_out: Tensor, numbers: list[float], dropout_p: float, need_beta: bool,
     need_mask: bool, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from ..core.policies import Lowered
 from . import choice, fused
-from .checks import Inputs
+from .checks import Inputs, needs_gradient
 from .operator import transformed
 
 FEWEST = 3
@@ -37,11 +37,7 @@ class _Slice(NamedTuple):
 
 def with_policy_inside(inputs: Inputs, numbers: Lowered, detached: bool, dropout_p: float) -> Tensor:
     """The output with beta from a lowered policy, evaluated by the kernel that gives ``beta * query``."""
-    q, k, v, _, _, geometry, _ = inputs
-    assert v is not None
-    given = (geometry.numbers, fused.policy_numbers(numbers))
-    if dropout_p == 0 and not (detached or numbers.constant) and gradient_in_one_piece(inputs, numbers):
-        return fused.sharpened_attention(q, k, v, *given)[0]
+    given = (inputs.geometry.numbers, fused.policy_numbers(numbers))
 
     def output(part: Inputs, _: Tensor | None) -> Tensor:
         scaled = fused.sharpened_query(part.q, part.k, part.mask, part.key_lengths, *given, detached)[0]
@@ -60,23 +56,6 @@ def with_betas(inputs: Inputs, beta: Tensor, dropout_p: float) -> Tensor:
     return _in_slices(output, inputs, beta, dropout_p)
 
 
-def gradient_in_one_piece(inputs: Inputs, numbers: Lowered) -> bool:
-    """Whether a gradient is asked for, of a call that has cuDNN's attention and ours for Hopper."""
-    q, k, v, mask, key_lengths, geometry, _ = inputs
-    return (
-        v is not None
-        and mask is None
-        and key_lengths is None
-        and _needs_gradient(q, k, v)
-        and choice.cudnn_enabled()
-        and choice.sharpened_attention_pays(q, k, v, geometry, numbers)
-    )
-
-
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def _in_slices(
     output: Callable[[Inputs, Tensor | None], Tensor], inputs: Inputs, beta: Tensor | None, dropout_p: float
 ) -> Tensor:
@@ -87,7 +66,7 @@ def _in_slices(
     whole = (
         k.shape[2] < LONG
         or dropout_p > 0  # a checkpoint's two passes, without a gradient and with one, have to drop the same weights
-        or _needs_gradient(*tensors)
+        or needs_gradient(*tensors)
         or torch.compiler.is_compiling()
         or transformed(tensors)
     )

@@ -105,10 +105,12 @@ def _without_statistics(inputs: Inputs, policy: Policy, starts: Starts, dropout_
         return with_policy_inside(inputs, policy, impl, dropout_p, starts)
     none = torch.zeros(inputs.q.shape[:3], dtype=accumulation(inputs.q.dtype), device=inputs.q.device)
     beta = row_betas(policy, RowStats(none, none, none, None, none))
-    return _attend(inputs, beta, none, starts, dropout_p, impl)
+    return _attend(inputs, beta, None, starts, dropout_p, impl)
 
 
-def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor, starts: Starts, dropout_p: float, impl: str) -> Tensor:
+def _attend(
+    inputs: Inputs, beta: Tensor, row_max: Tensor | None, starts: Starts, dropout_p: float, impl: str
+) -> Tensor:
     q, k, v, _, _, geometry, _ = inputs
     assert v is not None
     seed = dropout_seed(dropout_p)

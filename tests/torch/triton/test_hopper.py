@@ -20,36 +20,10 @@ from sharpmax.torch.geometry import ALL, Geometry
 from sharpmax.torch.triton import Tiles, hopper, prefill
 from sharpmax.torch.triton.launch import Form, Masks, form_of, shared_numbers
 from tests.torch.triton.compiled import printed
+from tests.torch.triton.hopper_cases import CASES, CAUSAL, NARROW, ON_HOPPER, WIDE, device_there
 from tests.torch.triton.oracle import POLICY, Case, inputs, logits, stats
 
-CAUSAL = Geometry(0.1, right=0)
-FROM_THE_END = Geometry(0.1, right=0, lower_right=True)
-FULL = Geometry(0.1)
-WIDE: dict[str, Any] = {"width": 128, "value_width": 128}
-NARROW: dict[str, Any] = {"width": 64, "value_width": 64}
-CASES = (
-    Case("whole tiles", batch=2, heads=4, key_heads=4, queries=512, keys=512, geometry=FULL, **WIDE),
-    Case("ragged", heads=3, key_heads=3, queries=300, keys=457, geometry=FULL, **WIDE),
-    Case("causal", batch=2, heads=4, key_heads=4, queries=1024, keys=1024, geometry=CAUSAL, **WIDE),
-    Case("grouped", batch=2, heads=6, key_heads=2, queries=700, keys=700, geometry=CAUSAL, **WIDE),
-    Case("few keys", heads=2, key_heads=2, queries=300, keys=20, geometry=CAUSAL, **WIDE),
-    Case("one query", heads=2, key_heads=1, queries=1, keys=1000, geometry=FROM_THE_END, **WIDE),
-    Case("from the end", heads=2, key_heads=2, queries=300, keys=900, geometry=FROM_THE_END, **NARROW),
-    Case("rows without keys", heads=2, key_heads=2, queries=900, keys=300, geometry=FROM_THE_END, **NARROW),
-    Case("some keys ahead", heads=2, key_heads=2, queries=600, keys=600, geometry=Geometry(0.1, right=77), **NARROW),
-    Case("many blocks", batch=8, heads=16, key_heads=16, queries=520, keys=520, geometry=CAUSAL, **NARROW),
-    Case("long", batch=1, heads=3, key_heads=1, queries=8192, keys=8192, geometry=CAUSAL, **NARROW),
-    Case("strided", batch=2, heads=4, key_heads=4, queries=400, keys=400, geometry=CAUSAL, strided=True, **WIDE),
-    Case("many rounds", batch=8, heads=16, key_heads=16, queries=1300, keys=200, geometry=FULL, **WIDE),
-    Case("many causal rounds", batch=8, heads=16, key_heads=16, queries=1300, keys=1300, geometry=CAUSAL, **WIDE),
-)
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
-@pytest.fixture(autouse=True)
-def device_there(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("gpu") and not ON_HOPPER:
-        pytest.skip("needs a Hopper GPU")
+__all__ = ["device_there"]
 
 
 @pytest.fixture(autouse=True)
@@ -264,6 +238,7 @@ def test_it_pays_with_rows_for_all_of_the_card(
     shape: tuple[int, ...], causal: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "processors", lambda _: 132)
+    monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
     q = Form(shape, (1,) * 4, torch.float16, torch.device("cuda"), True)
     assert hopper.pays(q, causal) is expected

@@ -1,7 +1,8 @@
-"""The gradient kernels for Hopper: against float64 and the way in two pieces on such a GPU, compiled elsewhere."""
+"""The gradient kernels for Hopper: against float64 and stock attention on such a GPU, compiled elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +18,28 @@ from torch.nn.functional import scaled_dot_product_attention as stock
 
 pytest.importorskip("triton")
 
+import sharpmax
 from sharpmax.core.policies.base import Lowered
-from sharpmax.torch import choice, fused, scaled_dot_product_attention
+from sharpmax.torch import fused, scaled_dot_product_attention
 from sharpmax.torch.geometry import ALL, Geometry
 from sharpmax.torch.triton import hopper, hopper_backward
 from tests.torch.triton.compiled import printed
-from tests.torch.triton.gradient_cases import CAUSAL, FULL, NARROW, WIDE, Gradients, errors, exact, in_one_piece, leaves
+from tests.torch.triton.gradient_cases import (
+    CAUSAL,
+    DOWN_TO_ZERO,
+    FULL,
+    NARROW,
+    WIDE,
+    Gradients,
+    attended,
+    by_kernels,
+    errors,
+    exact,
+    in_two_clusters,
+    leaves,
+    offset,
+    sharpened,
+)
 from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits
 
 CASES = (
@@ -62,8 +79,9 @@ def cudnn(given: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return stock(q, k, v, is_causal=geometry.banded, scale=geometry.scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def peer_errors(given: Inputs, scaled: Tensor) -> list[float]:
+def peer_errors(given: Inputs, policy: Lowered = POLICY) -> list[float]:
     """Those of stock attention on ``beta * q``, against the same in float64."""
+    scaled = sharpened(given, policy)
     q, k, v = leaves(scaled, given.k, given.v)
     found = torch.autograd.grad(cudnn(given, q, k, v), (q, k, v), given.do)
     q, k, v = leaves(*(x.double() for x in (scaled, given.k, given.v)))
@@ -77,11 +95,32 @@ def peer_errors(given: Inputs, scaled: Tensor) -> list[float]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_errors_are_about_those_of_stock_attention_and_bits_always_the_same(case: Case, dtype: torch.dtype) -> None:
     given = inputs(case, dtype, "cuda")
-    found, scaled = in_one_piece(given)
-    assert all(torch.equal(a, b) for a, b in zip(found, in_one_piece(given)[0], strict=True))
-    peers = peer_errors(given, scaled)
-    for name, error, peer in zip(("dq", "dk", "dv"), errors(found, exact(given)), peers, strict=True):
-        assert error <= 4 * peer, name
+    found = by_kernels(given)
+    assert all(torch.equal(a, b) for a, b in zip(found, by_kernels(given), strict=True))
+    for name, error, peer in zip(("dq", "dk", "dv"), errors(found, exact(given)), peer_errors(given), strict=True):
+        assert error <= 2 * peer, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [PLAIN, CASES[8]], ids=lambda case: case.name)
+def test_beta_may_be_0(case: Case) -> None:
+    given = inputs(case, torch.bfloat16, "cuda")
+    for name, error in zip(
+        ("dq", "dk", "dv"), errors(by_kernels(given, DOWN_TO_ZERO), exact(given, DOWN_TO_ZERO)), strict=True
+    ):
+        assert error < 1e-2, name
+
+
+@pytest.mark.gpu
+def test_one_key() -> None:
+    """Its weight is 1, whatever the query."""
+    case = Case("one key", heads=2, key_heads=1, queries=300, keys=1, geometry=FULL, **WIDE)
+    given = inputs(case, torch.bfloat16, "cuda")
+    dq, dk, dv = by_kernels(given)
+    for found in (dq, dk):
+        assert float(found.abs().max()) < 0.1
+    expected = given.do.double().sum((1, 2), keepdim=True)
+    assert float((dv - expected).norm() / expected.norm()) < 6e-3
 
 
 @pytest.mark.gpu
@@ -107,7 +146,7 @@ def test_random_calls_err_as_in_two_pieces(
     )  # fmt: skip
     given = inputs(case, dtype, "cuda")
     for name, ours, theirs, expected in zip(
-        ("dq", "dk", "dv"), in_one_piece(given)[0], in_two_pieces(given), exact(given), strict=True
+        ("dq", "dk", "dv"), by_kernels(given), in_two_pieces(given), exact(given), strict=True
     ):
         error, peer = (float((x.double() - expected).norm()) for x in (ours, theirs))
         assert error <= 2 * peer + 1e-2 * float(expected.norm()) + 1e-4 * expected.numel() ** 0.5, name
@@ -115,94 +154,119 @@ def test_random_calls_err_as_in_two_pieces(
 
 @pytest.mark.gpu
 def test_where_the_policy_is_flat_beta_is_a_constant() -> None:
-    """Nothing comes back through the statistics: the gradients are those of attention on ``beta * q``."""
+    """Nothing comes back through the statistics: the gradients are those of attention with that beta."""
     given = inputs(PLAIN, torch.bfloat16, "cuda")
-    flat = Lowered("entropy", (0.3, 0.1), floor=1.7)
-    found, scaled = in_one_piece(given, flat)
-    q, k, v = leaves(scaled, given.k, given.v)
+    found = by_kernels(given, Lowered("entropy", (0.3, 0.1), floor=2.0))
+    q, k, v = leaves(2.0 * given.q, given.k, given.v)
     dq, dk, dv = torch.autograd.grad(cudnn(given, q, k, v), (q, k, v), given.do)
-    for a, b in zip(found, (1.7 * dq.double(), dk.double(), dv.double()), strict=True):
+    for a, b in zip(found, (2.0 * dq.double(), dk.double(), dv.double()), strict=True):
         assert float((a.double() - b).norm() / b.norm()) < 6e-3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("offset", [30.0, 300.0, -300.0])
-def test_what_keys_have_in_common_is_not_felt(offset: float) -> None:
-    """Logits that all are ``offset`` away from others: no worse than where the statistics' gradient has its own.
+@pytest.mark.parametrize(("nats", "bound"), [(30.0, 1e-2), (300.0, 6e-2), (-300.0, 6e-2)])
+def test_what_keys_have_in_common_is_not_felt(nats: float, bound: float) -> None:
+    """Logits that all are so far away from others: no worse than where the statistics' gradient has its own.
 
     In the column that all keys have in common, dq is 0 but for rounding: of one factor there, of two here.
     """
-    given = inputs(replace(PLAIN, geometry=FULL), torch.bfloat16, "cuda")
-    given.q[..., 0] = 1.1
-    given.k[..., 0] = offset / 0.11
-    ours, theirs = in_one_piece(given)[0], in_two_pieces(given)
+    given = offset(inputs(replace(PLAIN, geometry=FULL), torch.bfloat16, "cuda"), nats)
+    ours, theirs = by_kernels(given), in_two_pieces(given)
     assert float(ours[0][..., 0].norm()) <= 2 * float(theirs[0][..., 0].norm())
     expected, ours, theirs = ((dq[..., 1:], *rest) for dq, *rest in (exact(given), ours, theirs))
     for name, a, b in zip(("dq", "dk", "dv"), errors(ours, expected), errors(theirs, expected), strict=True):
         assert a <= 1.05 * b, name
+        assert a < bound, name
 
 
 @pytest.mark.gpu
-def test_rows_and_cotangents_that_begin_anywhere() -> None:
+def test_keys_in_two_clusters() -> None:
+    given = in_two_clusters(inputs(replace(PLAIN, geometry=FULL), torch.bfloat16, "cuda"), 30.0)
+    for name, error, peer in zip(
+        ("dq", "dk", "dv"), errors(by_kernels(given), exact(given)), peer_errors(given), strict=True
+    ):
+        assert error <= 2 * peer, name
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Any version of Triton is one that the kernels were run with; what they were taken for is noted."""
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+    found: list[torch.Size] = []
+    real = fused.kernels().adaptive_backward
+    monkeypatch.setattr(
+        fused.kernels(), "adaptive_backward", lambda q, *a, **named: (found.append(q.shape), real(q, *a, **named))[1]
+    )
+    return found
+
+
+@pytest.fixture
+def always_taken(taken: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
+    monkeypatch.setattr(hopper_backward, "pays", lambda *_: True)
+    hopper_backward._serves_and_pays.cache_clear()
+    yield taken
+    hopper_backward._serves_and_pays.cache_clear()
+
+
+@pytest.mark.gpu
+def test_rows_and_cotangents_that_begin_anywhere(always_taken: list[torch.Size]) -> None:
     given = inputs(PLAIN, torch.bfloat16, "cuda")
     q, k, v = leaves(given.q, given.k, given.v)
-    out = fused.sharpened_attention(q, k, v, CAUSAL.numbers, fused.policy_numbers(POLICY))[0]
+    out = attended(q, k, v, CAUSAL)
     within = torch.empty(given.do.numel() + 1, dtype=given.do.dtype, device="cuda")[1:].view_as(given.do)
     repeated = given.do[..., :1, :1].expand_as(given.do)
     for cotangent in (within.copy_(given.do), given.do.mT.contiguous().mT, repeated):
         found = torch.autograd.grad(out, (q, k, v), cotangent, retain_graph=True)
         expected = torch.autograd.grad(out, (q, k, v), cotangent.contiguous().clone(), retain_graph=True)
         assert max(errors(found, expected)) < 1e-3
+    assert len(always_taken) == 6
 
 
 @pytest.mark.gpu
-def test_the_operators_are_whole() -> None:
+def test_the_operators_are_whole(always_taken: list[torch.Size]) -> None:
     case = Case("operator", heads=2, key_heads=1, queries=130, keys=130, geometry=CAUSAL, **NARROW)
     given = inputs(case, torch.bfloat16, "cuda")
     q, k, v = leaves(given.q, given.k, given.v)
-    torch.library.opcheck(fused.sharpened_attention.opaque, (q, k, v, CAUSAL.numbers, fused.policy_numbers(POLICY)))
+    rest = (*(None,) * 5, CAUSAL.numbers, fused.policy_numbers(POLICY), False, 0.0)
+    torch.library.opcheck(fused.adaptive_attention.opaque, (q, k, v, *rest))
+    assert always_taken
 
 
 @pytest.mark.gpu
-def test_attention_takes_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On inputs that fill the card, whole and compiled; without a gradient, or without cuDNN, it does not."""
-    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
-    taken: list[int] = []
+def test_attention_takes_it_where_it_pays(taken: list[torch.Size]) -> None:
+    """On inputs that fill the card, whole and compiled; not with a policy that is detached."""
     given = [torch.randn(2, 66, 1024, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(2.0 * q, k, v, is_causal=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return scaled_dot_product_attention(2.0 * q, k, v, is_causal=True, impl="triton", **options)
 
-    def run(function: Any) -> Gradients:
-        out = function(*given)
+    def run(function: Any, **options: Any) -> Gradients:
+        out = function(*given, **options)
         return (out.detach(), *torch.autograd.grad(out.float().square().sum(), given))
 
-    with monkeypatch.context() as patched:
-        real = fused.sharpened_attention
-        patched.setattr(fused, "sharpened_attention", lambda *a: (taken.append(1), real(*a))[1])
-        ours = run(attend)
-        assert taken == [1]
-        with torch.no_grad():
-            assert max(errors((attend(*given),), ours[:1])) < 1e-3
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            run(attend)
-        assert taken == [1]
+    ours = run(attend)
+    assert len(taken) == 1
+    run(attend, policy=sharpmax.detached(sharpmax.PAPER))
+    assert len(taken) == 1
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = run(torch.compile(attend, fullgraph=True, backend=counter))
-    assert any("sharpened_attention" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
-    monkeypatch.setattr(choice, "sharpened_attention_pays", lambda *_: False)
-    for found in (compiled, run(attend)):
+    assert any("adaptive_attention" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
+    assert len(taken) == 2
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hopper_backward, "known_processors", lambda _: 0)
+        portable = run(attend)
+    assert len(taken) == 2
+    for found in (compiled, portable):
         assert max(errors(found, ours)) < 6e-3
 
 
 @pytest.mark.gpu
-def test_mapped_over() -> None:
+def test_mapped_over(always_taken: list[torch.Size]) -> None:
     q, k, v = (torch.randn(3, 2, 4, 200, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    policy = fused.policy_numbers(POLICY)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return fused.sharpened_attention(q, k, v, CAUSAL.numbers, policy)[0]
+        return attended(q, k, v, CAUSAL)
 
     q.requires_grad_()
     found = torch.func.vmap(attend)(q, k, v)
@@ -210,18 +274,19 @@ def test_mapped_over() -> None:
     torch.testing.assert_close(found, expected)
     (ours,), (theirs,) = (torch.autograd.grad(x, q, torch.ones_like(x)) for x in (found, expected))
     torch.testing.assert_close(ours, theirs)
+    assert len(always_taken) == 4
 
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph() -> None:
     given = inputs(PLAIN, torch.bfloat16, "cuda")
-    in_one_piece(given)
+    by_kernels(given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got, _ = in_one_piece(given)
+        got = by_kernels(given)
     given.do.copy_(given.do.flip(2))
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(got, in_one_piece(given)[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, by_kernels(given), strict=True))
 
 
 REFUSED: list[tuple[str, Geometry, tuple[int, ...], tuple[int, ...]]] = [
@@ -235,7 +300,7 @@ REFUSED: list[tuple[str, Geometry, tuple[int, ...], tuple[int, ...]]] = [
     ),
     ("heads of 64 or 128 columns in a two-byte type", FULL, (20, 32), (20, 32)),
     ("tensors that are not empty", FULL, (20, 64), (0, 64)),
-    ("more than one key, as cuDNN does", FULL, (20, 64), (1, 64)),
+    ("", FULL, (20, 64), (1, 64)),
     ("", Geometry(0.1, right=0, lower_right=True), (20, 64), (20, 64)),
     ("", CAUSAL, (20, 128), (30, 128)),
 ]  # fmt: skip
@@ -247,29 +312,42 @@ def test_what_it_does_not_serve_it_refuses(
 ) -> None:
     q, k = (torch.zeros(2, 4, *shape, dtype=torch.float16) for shape in (queries, keys))
     assert hopper_backward.refusal(q, k, k, geometry, POLICY) == sentence
-    apart = k.mT.contiguous().mT
     if not sentence:
         assert hopper_backward.refusal(q, k, k[..., :16], geometry, POLICY) == "values as wide as queries"
-        assert "copy engine" in hopper_backward.refusal(q, apart, k, geometry, POLICY)
-        assert "copy engine" in hopper_backward.refusal(q, k[:, :, :1].expand_as(k), k, geometry, POLICY)
-        assert "at least" in hopper_backward.refusal(q, k, k, geometry, POLICY._replace(floor=0.0))
+        assert hopper_backward.refusal(q, k, k, geometry, POLICY._replace(floor=0.0)) == ""
+        for policy in (Lowered("log_count", (1.0, 0.0)), Lowered("entropy", (2.0,)), POLICY._replace(floor=-1.0)):
+            assert "policies of the entropy" in hopper_backward.refusal(q, k, k, geometry, policy)
 
 
-def test_backward_it_takes_keys_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_very_many_keys_float16_has_no_room() -> None:
+    """``2^x x`` of the worst row: one key with a share of 11 percent, and all others alike."""
+    for keys, refused in ((65_536, False), (65_537, True)):
+        k = torch.empty(1, 1, keys, 64, dtype=torch.float16, device="meta")
+        assert ("float16" in hopper_backward.refusal(k, k, k, FULL, POLICY)) is refused
+        k = k.bfloat16()
+        assert hopper_backward.refusal(k, k, k, FULL, POLICY) == ""
+    share = torch.linspace(1e-4, 1.0 - 1e-4, 9999, dtype=torch.float64)
+    rest = (1.0 - share) / (hopper_backward.HALF_KEYS - 1)
+    x = share.log2() - share * share.log2() - (1.0 - share) * rest.log2()
+    assert float((x.exp2() * x).max()) < torch.finfo(torch.float16).max / 1.5
+
+
+def test_it_takes_tensors_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vmap over queries alone has them: one memory for all."""
     placed: list[dict[str, Tensor]] = []
     monkeypatch.setattr(hopper_backward, "_launches", lambda *_: [lambda given, _: placed.append(given)])
     q = torch.randn(3, 2, 20, 64).half()
     k = torch.randn(1, 2, 20, 64).half().expand(3, -1, -1, -1)
-    assert "copy engine" in hopper_backward.refusal(q, k, k, CAUSAL, POLICY)
     rows = {name: torch.ones(3, 2, 20) for name in ("beta", "lse", "row_max", "row_sum", "row_moment")}
-    found = hopper_backward.sharpened_backward(q, k, k, CAUSAL, POLICY, scaled=q, out=q, grad_out=q, **rows)
+    apart = q.mT.contiguous().mT
+    found = hopper_backward.adaptive_backward(apart, k, k, geometry=CAUSAL, lowered=POLICY, out=q, grad_out=q, **rows)
     assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
-    assert torch.equal(placed[0]["k"], k)
-    assert placed[0]["k"].is_contiguous()
-    unbounded = POLICY._replace(floor=0.0)
-    with pytest.raises(ValueError, match="policies whose beta is at least"):
-        hopper_backward.sharpened_backward(q, k, k, CAUSAL, unbounded, scaled=q, out=q, grad_out=q, **rows)
+    for name, given in (("q", q), ("k", k)):
+        assert torch.equal(placed[0][name], given)
+        assert placed[0][name].is_contiguous()
+    negative = POLICY._replace(floor=-1.0)
+    with pytest.raises(ValueError, match="policies of the entropy"):
+        hopper_backward.adaptive_backward(q, k, k, geometry=CAUSAL, lowered=negative, out=q, grad_out=q, **rows)
 
 
 @pytest.mark.parametrize(

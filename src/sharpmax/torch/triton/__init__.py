@@ -5,7 +5,8 @@ from ...extras import require
 require("triton", "triton", "sharpmax.torch.triton")
 
 from .gradient import backward, beta_gradient, policy_gradient  # noqa: E402
-from .hopper_backward import sharpened_backward  # noqa: E402
+from .hopper_backward import adaptive_backward  # noqa: E402
+from .hopper_backward import taken as adaptive_backward_taken  # noqa: E402
 from .prefill import attend, row_stats, row_stats_and_scaled_query  # noqa: E402
 from .tiles import Tiles  # noqa: E402
 
@@ -16,6 +17,7 @@ __all__ = [
     "backward",
     "beta_gradient",
     "policy_gradient",
-    "sharpened_backward",
+    "adaptive_backward",
+    "adaptive_backward_taken",
     "Tiles",
 ]

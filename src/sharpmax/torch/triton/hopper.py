@@ -1,22 +1,31 @@
-"""Which calls the statistics kernel for Hopper takes, and its launch; all others are for the portable kernel."""
+"""Which calls the kernels of statistics and of attention for Hopper take, and their launch.
+
+All others are for the portable kernels.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .launch import OPTIONS, Form, Launch, form_of, version
+from ..geometry import ALL, Geometry
+from .launch import OPTIONS, Form, Launch, Making, form_of, version
 
 ROWS = 256
-"""Query rows of a program at a time."""
+"""Query rows of a program at a time, for the statistics."""
+ATTEND_ROWS = 128
+"""Query rows of a program at a time, for attention."""
 STAGES = {64: 6, 128: 3}
-"""Tiles of keys in shared memory, by the head size; other sizes are not served."""
+"""Tiles of keys in shared memory, by the head size, for the statistics; other sizes are not served."""
+ATTEND_STAGES = {64: (6, 6), 128: (3, 2)}
+"""The same for attention, of keys and of values."""
 RUN_WITH = ((3, 6),)
-"""The versions of Triton that the kernel was run with: Gluon, which it is written in, still changes."""
+"""The versions of Triton that the kernels were run with: Gluon, which they are written in, still changes."""
 SECTION = 64 << 20
 """Bytes of keys that programs work on at the same time, as measured best on an H200; with causality alone."""
 FILLED = 0.8
@@ -46,30 +55,92 @@ def refusal(q: Form, k: Form, shared: dict[str, Any], with_min: bool, log_count:
     return "" if _has_gluon() else "calls with a Triton that has Gluon"
 
 
-def pays(q: Form, causal: bool) -> bool:
-    """Whether to take the kernel where it serves: known to run, and with blocks of rows for all of the card.
+def plain_refusal(q: Tensor | Form, k: Tensor | Form, v: Tensor | Form, geometry: Geometry) -> str:
+    """What calls the kernels of attention and of its gradient for Hopper are for, or nothing for such a call.
+
+    Masks, devices and how tensors lie in memory are for others to look at.
+    """
+    if geometry.softcap > 0 or geometry.scale <= 0:
+        return "calls without a softcap and with a positive scale"
+    aligned = not geometry.lower_right or q.shape[2] == k.shape[2]
+    if geometry.left != ALL or geometry.right not in (ALL, 0) or not aligned:
+        return "calls that see all keys, or those up to a row's own number"
+    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] not in STAGES:
+        return "heads of 64 or 128 columns in a two-byte type"
+    if v.shape[-1] != q.shape[-1]:
+        return "values as wide as queries"
+    return "tensors that are not empty" if 0 in (*q.shape, *k.shape) else ""
+
+
+def attend_refusal(q: Form, k: Form, v: Form, shared: dict[str, Any], dropout_p: float) -> str:
+    """Why the kernel does not give this attention, or nothing where it does."""
+    if dropout_p > 0:
+        return "calls without dropout"
+    if v.shape[-1] != q.shape[-1]:
+        return "values as wide as queries"
+    return refusal(q, k, shared, False, False) or refusal(q, v, shared, False, False)
+
+
+def pays(q: Form, causal: bool, rows: int = ROWS) -> bool:
+    """Whether to take a kernel where it serves: known to run, and with blocks of ``rows`` rows for all of the card.
 
     Blocks that are equally long come in rounds, of which the last one should be filled; with causality, every processor
     should have a short one for each long one.
     """
-    if version() not in RUN_WITH:
-        return False
-    blocks = -(-q.shape[2] // ROWS) * q.shape[0] * q.shape[1]
-    count = processors(q.device)
-    return blocks >= (2 * count if causal else FILLED * count * -(-blocks // count))
+    return fills(q.shape, rows, causal, known_processors(q.device))
+
+
+def fills(shape: Sequence[int], rows: int, causal: bool, count: int) -> bool:
+    """Whether ``count`` processors, if there are any, all have blocks of so many rows to do."""
+    blocks = -(-shape[2] // rows) * shape[0] * shape[1]
+    return count > 0 and blocks >= (2 * count if causal else FILLED * count * -(-blocks // count))
+
+
+def known_processors(device: torch.device) -> int:
+    """How many processors a GPU has that the kernels are known to run on, 0 for any other device."""
+    return processors(device) if is_hopper(device) and version() in RUN_WITH else 0
 
 
 def stats_launch(q: Form, k: Form, shared: dict[str, Any], policy: dict[str, Any], scaled_query: bool) -> Launch:
     """The launch that fills the tensors that the portable kernel fills, by the same names."""
     from .hopper_kernel import KEYS, LINES, hopper_stats_kernel
 
+    programs, numbers = _programs(q, k, shared, ROWS, k.shape[-1] * k.dtype.itemsize)
+    numbers |= {**policy, "STAGES": STAGES[q.shape[-1]], "SCALED_QUERY": scaled_query}
+    numbers["EDGES"] |= q.shape[2] % ROWS != 0  # warpgroups without rows pass keys by
+    made = _tiles({"q": ("q", LINES.value), "k": ("k", KEYS.value), "out": ("out_q", LINES.value)})
+    return Launch(hopper_stats_kernel, programs, numbers, {"num_warps": 4, **OPTIONS}, made=made)
+
+
+def attend_launch(q: Form, k: Form, shared: dict[str, Any]) -> Launch:
+    """The same for attention with beta; it also takes ``row_max`` of the statistics."""
+    from .hopper_attend_kernel import hopper_attend_kernel
+    from .hopper_kernel import KEYS, LINES
+
+    programs, numbers = _programs(q, k, shared, ATTEND_ROWS, 2 * k.shape[-1] * k.dtype.itemsize)
+    numbers["K_STAGES"], numbers["V_STAGES"] = ATTEND_STAGES[q.shape[-1]]
+    numbers["LATER"] = shared["RIGHT"] and numbers["shift"] % KEYS.value != 0
+    rows = {"q": LINES.value, "k": KEYS.value, "v": KEYS.value, "out": LINES.value}
+    made = _tiles({name: (name, count) for name, count in rows.items()})
+    return Launch(hopper_attend_kernel, programs, numbers, {"num_warps": 4, **OPTIONS}, made=made)
+
+
+def _tiles(sources: dict[str, tuple[str, int]]) -> dict[str, Making]:
+    """Arguments that are tiles of tensors: the name of each, and its rows at a time."""
+    return {f"{name}_desc": (of, functools.partial(descriptor, rows=rows)) for name, (of, rows) in sources.items()}
+
+
+def _programs(q: Form, k: Form, shared: dict[str, Any], rows: int, width: int) -> tuple[int, dict[str, Any]]:
+    """How many programs there are, and their numbers; ``width`` is what they read for a key, in bytes."""
+    from .hopper_kernel import KEYS
+
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
-    blocks, causal = -(-queries // ROWS), shared["RIGHT"]
-    section = max(1, SECTION // (keys * k.shape[-1] * k.dtype.itemsize)) if causal else 1
+    blocks, causal = -(-queries // rows), shared["RIGHT"]
+    section = max(1, SECTION // (keys * width)) if causal else 1
     items = blocks * batch * heads
     shift = (min(shared["right"], queries + keys) if causal else 0) + (keys - queries if shared["LOWER_RIGHT"] else 0)
-    numbers = {
+    return min(items, processors(q.device)), {
         "items": items,
         "section": min(section, batch * heads),
         "blocks": blocks,
@@ -80,25 +151,20 @@ def stats_launch(q: Form, k: Form, shared: dict[str, Any], policy: dict[str, Any
         "keys": keys,
         "shift": shift,
         "unit": shared["unit"],
-        **policy,
-        "STAGES": STAGES[q.shape[-1]],
         "CAUSAL": causal,
-        "EDGES": causal or keys % KEYS.value != 0 or queries % ROWS != 0,
-        "SCALED_QUERY": scaled_query,
+        "EDGES": causal or keys % KEYS.value != 0,
     }
-    made = {
-        f"{name}_desc": (of, functools.partial(descriptor, rows=rows))
-        for name, of, rows in (("q", "q", LINES.value), ("k", "k", KEYS.value), ("out", "out_q", LINES.value))
-    }
-    programs = min(items, processors(q.device))
-    return Launch(hopper_stats_kernel, programs, numbers, {"num_warps": 4, **OPTIONS}, made=made)
 
 
 def strides(x: Form) -> list[int] | None:
     """Strides as the copy engine wants them, or ``None``; where an axis has one entry, any stride is as good."""
     *outer, last = (8 if n == 1 and i < 3 else s for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)))
-    fine = last == 1 and x.aligned and all(s > 0 and s % 8 == 0 for s in outer)
-    return [*outer, last] if fine else None
+    return [*outer, last] if x.aligned and regular(x.shape, x.strides) else None
+
+
+def regular(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the copy engine takes two-byte numbers with such strides, of a tensor that begins where it should."""
+    return strides[-1] == 1 and all(s > 0 and s % 8 == 0 for n, s in zip(shape[:-1], strides, strict=False) if n > 1)
 
 
 def descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:

@@ -53,7 +53,7 @@ WHOLE_NUMBERS = ("items", "section", "blocks", "sequences", "heads", "group", "q
 
 
 @gluon.jit
-def _by_thread(tile):
+def by_thread(tile):
     """A tile of logits ``[rows, keys]`` as ``[rows, 4, keys / 4]``: the last axis lies in one thread."""
     M: gl.constexpr = tile.shape[0]
     N: gl.constexpr = tile.shape[1]
@@ -67,7 +67,7 @@ def ex2(x):
 
 
 @gluon.jit
-def _product(a, b):
+def unfused(a, b):
     """``a * b``, rounded: never a part of a fused multiply-add."""
     return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], gl.float32, is_pure=True, pack=1)
 
@@ -86,7 +86,7 @@ def _added(exponent, new, highest, total, moment):
 @gluon.jit
 def _fold(tile, unit, highest, total, moment):
     """Statistics of what each thread has seen with those of one tile, which all its rows see whole."""
-    raw = _by_thread(tile)
+    raw = by_thread(tile)
     new = gl.maximum(highest, gl.max(raw, 2) * unit)
     return _added(raw * unit - gl.expand_dims(new, 2), new, highest, total, moment)
 
@@ -96,8 +96,8 @@ def _fold_masked(tile, first_key, row, shift, keys, unit, highest, total, moment
     """The same for a tile of which some rows do not see all; ``row`` is the row of each line of ``tile``."""
     layout: gl.constexpr = tile.type.layout
     key = first_key + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
-    visible = gl.expand_dims(key, 0) < gl.expand_dims(_end(row, shift, keys, CAUSAL), 1)
-    raw = _by_thread(gl.where(visible, tile, LOWEST))
+    visible = gl.expand_dims(key, 0) < gl.expand_dims(end_of(row, shift, keys, CAUSAL), 1)
+    raw = by_thread(gl.where(visible, tile, LOWEST))
     new = gl.maximum(highest, gl.max(raw, 2) * unit)
     exponent = gl.where(raw == LOWEST, NOTHING, raw * unit - gl.expand_dims(new, 2))
     return _added(exponent, new, highest, total, moment)
@@ -109,7 +109,7 @@ def _merged(highest, total, moment):
     top = gl.max(highest, 1)
     step = gl.maximum(highest - gl.expand_dims(top, 1), NOTHING)
     fade = ex2(step)
-    return top, gl.sum(_product(fade, total), 1), gl.sum(_product(fade, moment + step * total), 1)
+    return top, gl.sum(unfused(fade, total), 1), gl.sum(unfused(fade, moment + step * total), 1)
 
 
 @gluon.jit
@@ -123,7 +123,7 @@ def lowered_beta(variable, c, bounds):
 
 
 @gluon.jit
-def _end(row, shift, keys, CAUSAL: gl.constexpr):
+def end_of(row, shift, keys, CAUSAL: gl.constexpr):
     """How many keys a row sees: all, or those up to its own number plus ``shift``."""
     end = gl.zeros_like(row) + keys
     if CAUSAL:
@@ -168,7 +168,7 @@ def assigned(turn, section, blocks, sequences, heads, LAST_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _tiles_seen(first, queries, keys, shift, COUNT: gl.constexpr, CAUSAL: gl.constexpr):
+def tiles_seen(first, queries, keys, shift, COUNT: gl.constexpr, CAUSAL: gl.constexpr):
     """How many tiles of keys the ``COUNT`` rows from ``first`` on see, and how many of these they see whole."""
     high = keys
     whole = keys
@@ -214,7 +214,7 @@ def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
             mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes)
             load_tile(q_desc, [batch, head, first + LINES * g, 0], q_full.index(at), q_tiles.index(at))
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
-        seen, _ = _tiles_seen(first, queries, keys, shift, ROWS, CAUSAL)
+        seen, _ = tiles_seen(first, queries, keys, shift, ROWS, CAUSAL)
         for i in range(seen):
             mbarrier.wait(k_free.index(stage), phase)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
@@ -246,7 +246,7 @@ def _compute(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     lines: gl.constexpr = gl.SliceLayout(1, layout)
     zero = gl.zeros([LINES, KEYS], gl.float32, layout=layout)
-    none = gl.zeros_like(gl.max(_by_thread(zero), 2))
+    none = gl.zeros_like(gl.max(by_thread(zero), 2))
     stage = 0
     phase = 0
     slot = 0
@@ -254,9 +254,9 @@ def _compute(
     for turn in range(turns_of(items)):
         batch, head, block = assigned(turn, section, blocks, sequences, heads, True)
         first = block * ROWS
-        all_tiles, _ = _tiles_seen(first, queries, keys, shift, ROWS, CAUSAL)
+        all_tiles, _ = tiles_seen(first, queries, keys, shift, ROWS, CAUSAL)
         first = first + LINES * G
-        seen, whole = _tiles_seen(first, queries, keys, shift, LINES, CAUSAL)
+        seen, whole = tiles_seen(first, queries, keys, shift, LINES, CAUSAL)
         row = first + gl.arange(0, LINES, layout=lines)
         highest = none + LOWEST
         total = none
@@ -306,7 +306,7 @@ def _finish(
     gl.store(out_max + at, gl.where(total == 0.0, float("-inf"), highest * LN2), mask=inside)
     gl.store(out_sum + at, total, mask=inside)
     gl.store(out_moment + at, moment, mask=inside)
-    gl.store(out_count + at, _end(row, shift, keys, CAUSAL), mask=inside)
+    gl.store(out_count + at, end_of(row, shift, keys, CAUSAL), mask=inside)
     if POLICY:
         filled = gl.where(total == 0.0, 1.0, total)
         beta = lowered_beta(gl.log(filled) - moment / filled, c, bounds)

@@ -1,8 +1,8 @@
 """The gradients of key and value on Hopper, of attention and of its statistics in one pass (Gluon).
 
-In the letters of :mod:`.hopper_query_kernel`, which has run before and left ``g`` of every row::
+In the letters of :mod:`.hopper_query_kernel`, which has run before and left ``g`` and ``D`` of every row::
 
-    dv = sum w do      dk = scale sum (a + g b) q~      g b = (g / 2^H) 2^x x
+    dv = sum w do      dk = log(2) sum (beta unit a + g b) q
 
 Everything is transposed: keys are the rows of a tile and queries its columns. A program owns ``ROWS`` keys: one warp
 copies queries, cotangents and the numbers of their rows into a ring of tiles, and each of two warpgroups goes through
@@ -23,7 +23,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_kernel import advance, assigned, barriers, ex2, load_tile, reinterpret, store_tile, synchronize, turns_of
+from .hopper_kernel import (
+    LN2,
+    advance,
+    assigned,
+    barriers,
+    ex2,
+    load_tile,
+    reinterpret,
+    store_tile,
+    synchronize,
+    turns_of,
+)
 from .hopper_query_kernel import (
     COMPUTE_REGISTERS,
     GROUPS,
@@ -117,14 +128,14 @@ def _half_step(
     layout: gl.constexpr = product.type.layout
     dtype: gl.constexpr = q_tile.dtype
     lse, factor, shift = exponents
-    weights = ex2(product * unit + lse)
-    x = product * factor + shift
-    b = ex2(x) * x
-    a = weights * (cotangent + _number(n_tile, 1, HALF, layout)) + b * _number(n_tile, 4, HALF, layout)
+    x = product * unit + shift
+    of_stats = ex2(x) * x * _number(n_tile, 4, HALF, layout)
+    weights = ex2(product * factor + lse)
+    both = weights * (cotangent * factor + _number(n_tile, 6, HALF, layout)) + of_stats
     g_half = g_tile.slice(HALF * LINES // 2, LINES // 2)
     q_half = q_tile.slice(HALF * LINES // 2, LINES // 2)
     d_value = warpgroup_mma(operand(weights, dtype, wide), g_half, d_value, is_async=True)
-    d_key = warpgroup_mma(operand(a, dtype, wide), q_half, d_key, is_async=True)
+    d_key = warpgroup_mma(operand(both, dtype, wide), q_half, d_key, is_async=True)
     return d_key, d_value
 
 
@@ -161,7 +172,7 @@ def _put(out_desc, out_tile, gradient, batch, head, first):
 @gluon.jit
 def _compute(what, G: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """Warpgroup G: its keys of every block of the program."""
-    dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, out_tiles, barriers, sizes, unit, scale = what
+    dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, out_tiles, barriers, sizes, unit = what
     k_full, k_free, q_full, q_free = barriers
     items, section, blocks, sequences, heads, group, queries = sizes
     D: gl.constexpr = k_tiles.shape[2]
@@ -193,14 +204,14 @@ def _compute(what, G: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
             i = gl.where(i == count - 1, low, i + 1)
         mbarrier.arrive(k_free.index(G), count=1)
         _put(dv_desc, out_tiles.index(G), d_value, batch, head, first)
-        _put(dk_desc, out_tiles.index(G), d_key * scale, batch, head, first)
+        _put(dk_desc, out_tiles.index(G), d_key * LN2, batch, head, first)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=WHOLE_NUMBERS)
 def hopper_key_kernel(
     k_desc, v_desc, q_desc, g_desc, n_desc, dk_desc, dv_desc,
-    items, section, blocks, sequences, heads, group, queries, unit, scale,
+    items, section, blocks, sequences, heads, group, queries, unit,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of blocks of keys."""
@@ -222,7 +233,7 @@ def hopper_key_kernel(
     sizes = (items, section, blocks, sequences, heads, group, queries)
     all_barriers = (k_full, k_free, q_full, q_free)
     lines = reinterpret(n_tiles, gl.float32, [STAGES, NUMBERS * LINES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    what = (dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, lines, out_tiles, all_barriers, sizes, unit, scale)
+    what = (dk_desc, dv_desc, k_tiles, v_tiles, q_tiles, g_tiles, lines, out_tiles, all_barriers, sizes, unit)
     load = (k_desc, v_desc, q_desc, g_desc, n_desc, k_tiles, v_tiles, q_tiles, g_tiles, n_tiles, all_barriers, sizes)
     gl.warp_specialize([
         (_compute, (what, 0, STAGES, CAUSAL)),

@@ -1,12 +1,15 @@
 """The gradient of the query on Hopper, of attention and of its statistics in one pass (Gluon).
 
-With ``q~ = beta q``, ``w`` the weights, ``p`` the softmax of the logits without beta, ``H`` its entropy and
-``x = log p + H``::
+With ``w`` the weights, ``p`` the softmax of the logits without beta, ``H`` its entropy and ``x = log p + H``::
 
-    a = w (<do, v> - D)     b = p x     dq = scale beta (sum a k + g sum b k)     g = slope <sum a k, q~>
+    a = w (<do, v> - D)     b = 2^x x     dq = log(2) (beta unit sum a k + g sum b k)     g = slope sum a x
 
-Logarithms are to base 2. One product ``<q~, k>`` serves ``w`` and ``p``. What is known of a row beforehand comes as
-numbers, which :mod:`.hopper_backward` lists; ``g`` is handed on among them to the kernel of the keys.
+Logarithms are to base 2, except that of 2, and ``unit`` is what makes such logits of products: ``scale / log(2)``. One
+product ``<q, k>`` serves ``w`` and ``p``. What is known of a row beforehand comes as numbers, which
+:mod:`.hopper_backward` lists.
+
+``D`` from a rounded output is off by ``sum a``, which is summed. ``g`` hardly feels it: ``x`` is 0 on average. For the
+kernel of the keys, ``g`` and what ``D`` should have been are left among the numbers.
 
 A program owns ``ROWS`` rows of queries: one warp copies keys and values into a ring of tiles, and each of two
 warpgroups goes through them with 64 rows and two accumulators of its own, so that one's products run while the other
@@ -27,7 +30,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import hopper_backward
-from .hopper_kernel import advance, assigned, barriers, ex2, load_tile, store_tile, synchronize, turns_of
+from .hopper_kernel import (
+    LN2,
+    advance,
+    assigned,
+    barriers,
+    by_thread,
+    ex2,
+    load_tile,
+    store_tile,
+    synchronize,
+    turns_of,
+    unfused,
+)
 
 GROUPS = gl.constexpr(2)
 """Warpgroups that compute."""
@@ -42,7 +57,7 @@ COMPUTE_REGISTERS = gl.constexpr(240)
 LOAD_REGISTERS = gl.constexpr(24)
 """Registers of a thread that loads: the fewest there may be."""
 HIDDEN = gl.constexpr(-1.0e30)
-"""A product whose powers are 0, and finite times any row's factor."""
+"""A product whose powers are 0, with the unit and with the least factor of a row, and finite times the unit."""
 WHOLE_NUMBERS = ("items", "section", "blocks", "sequences", "heads", "group", "queries", "keys")
 
 
@@ -145,42 +160,54 @@ def column(x, layout: gl.constexpr):
 def _factors(product, unit, of_row):
     """``w`` and ``b`` of a tile of products."""
     layout: gl.constexpr = product.type.layout
-    lse, _, factor, shift, entropy = of_row
-    x = product * column(factor, layout) + column(shift, layout)
-    return ex2(product * unit + column(lse, layout)), ex2(x - column(entropy, layout)) * x
+    lse, _, factor, shift = of_row
+    x = product * unit + column(shift, layout)
+    return ex2(product * column(factor, layout) + column(lse, layout)), ex2(x) * x
 
 
 @gluon.jit
-def _whole_step(product, cotangent, k_tile, along, across, unit, of_row, wide: gl.constexpr):
-    """What one tile of keys adds to both accumulators; exponentials do not wait for the second product."""
+def _with(excess, a):
+    """The sum of ``a`` that each thread has of a row, with that of one more tile.
+
+    Its terms are products that are needed by themselves: fused with the sum, they would take more registers.
+    """
+    return excess + gl.convert_layout(gl.sum(by_thread(a), 2), excess.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _whole_step(product, cotangent, k_tile, along, across, excess, unit, of_row, wide: gl.constexpr):
+    """What one tile of keys adds to both accumulators and to the sum of ``a`` that each thread has.
+
+    Exponentials do not wait for the second product.
+    """
     dtype: gl.constexpr = k_tile.dtype
     layout: gl.constexpr = product.type.layout
     weights, b = _factors(product, unit, of_row)
     across = warpgroup_mma(operand(b, dtype, wide), k_tile, across, is_async=True)
     cotangent = warpgroup_mma_wait(1, deps=(cotangent,))
-    a = weights * (cotangent + column(of_row[1], layout))
+    a = unfused(weights, cotangent + column(of_row[1], layout))
     along = warpgroup_mma(operand(a, dtype, wide), k_tile, along, is_async=True)
-    return along, across
+    return along, across, _with(excess, a)
 
 
 @gluon.jit
-def _half_step(product, cotangent, k_tile, along, across, unit, of_row, wide: gl.constexpr):
+def _half_step(product, cotangent, k_tile, along, across, excess, unit, of_row, wide: gl.constexpr):
     """The same for half a tile, whose products are done."""
     dtype: gl.constexpr = k_tile.dtype
     layout: gl.constexpr = product.type.layout
     weights, b = _factors(product, unit, of_row)
-    a = weights * (cotangent + column(of_row[1], layout))
+    a = unfused(weights, cotangent + column(of_row[1], layout))
     across = warpgroup_mma(operand(b, dtype, wide), k_tile, across, is_async=True)
     along = warpgroup_mma(operand(a, dtype, wide), k_tile, along, is_async=True)
-    return along, across
+    return along, across, _with(excess, a)
 
 
 @gluon.jit
 def _tile_step(
-    product, cotangent, k_tile, along, across, row, start, masked, keys, unit, of_row, wide: gl.constexpr,
+    product, cotangent, k_tile, along, across, excess, row, start, masked, keys, unit, of_row, wide: gl.constexpr,
     CAUSAL: gl.constexpr, EDGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """What one tile of keys adds to both accumulators, from the two products that are under way."""
+    """What one tile of keys adds to all three sums, from the two products that are under way."""
     if HALVES:
         product, cotangent = warpgroup_mma_wait(0, deps=(product, cotangent))
     else:
@@ -192,12 +219,13 @@ def _tile_step(
         left, right = halves(product)
         of_left, of_right = halves(cotangent)
         first = k_tile.slice(0, LINES // 2)
-        along, across = _half_step(left, of_left, first, along, across, unit, of_row, wide)
+        along, across, excess = _half_step(left, of_left, first, along, across, excess, unit, of_row, wide)
         last = k_tile.slice(LINES // 2, LINES // 2)
-        along, across = _half_step(right, of_right, last, along, across, unit, of_row, wide)
+        along, across, excess = _half_step(right, of_right, last, along, across, excess, unit, of_row, wide)
     else:
-        along, across = _whole_step(product, cotangent, k_tile, along, across, unit, of_row, wide)
-    return warpgroup_mma_wait(0, deps=(along, across))
+        along, across, excess = _whole_step(product, cotangent, k_tile, along, across, excess, unit, of_row, wide)
+    along, across = warpgroup_mma_wait(0, deps=(along, across))
+    return along, across, excess
 
 
 @gluon.jit
@@ -206,7 +234,7 @@ def _compute(
     HALVES: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup G: its rows of every block of the program."""
-    out_desc, q_tiles, g_tiles, k_tiles, v_tiles, q_full, q_free, k_full, k_free, numbers, sizes, unit, scale = what
+    out_desc, q_tiles, g_tiles, k_tiles, v_tiles, q_full, q_free, k_full, k_free, numbers, sizes, unit = what
     items, section, blocks, sequences, heads, _, queries, keys = sizes
     D: gl.constexpr = q_tiles.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LINES, 16])
@@ -224,13 +252,11 @@ def _compute(
         first = block * ROWS + LINES * G
         seen, masked = _tiles_seen(first, queries, keys, LINES, CAUSAL)
         at = _numbers_of(numbers, batch, head, heads, queries, gl.minimum(first, queries - 1)) + place_of(line)
-        of_row = (
-            gl.load(at), gl.load(at + LINES), gl.load(at + 2 * LINES), gl.load(at + 3 * LINES),
-            gl.load(at + 5 * LINES),
-        )  # fmt: skip
+        of_row = (gl.load(at), gl.load(at + LINES), gl.load(at + 2 * LINES), gl.load(at + 3 * LINES))
         row = first + line
         along = gl.zeros([LINES, D], gl.float32, layout=wide)
         across = gl.zeros([LINES, D], gl.float32, layout=wide)
+        excess = gl.zeros_like(gl.sum(by_thread(zero), 2))
         q_tile = q_tiles.index(slot * GROUPS + G)
         g_tile = g_tiles.index(slot * GROUPS + G)
         mbarrier.wait(q_full.index(slot * GROUPS + G), slot_phase)
@@ -247,31 +273,29 @@ def _compute(
             mbarrier.wait(k_full.index(stage), phase)
             k_tile = k_tiles.index(stage)
             product, cotangent = products(q_tile, g_tile, k_tile, v_tiles.index(stage), zero)
-            along, across = _tile_step(
-                product, cotangent, k_tile, along, across, row, (seen - 1 - i) * LINES, i < masked, keys, unit, of_row,
-                wide, CAUSAL, EDGES, HALVES,
+            along, across, excess = _tile_step(
+                product, cotangent, k_tile, along, across, excess, row, (seen - 1 - i) * LINES, i < masked, keys, unit,
+                of_row, wide, CAUSAL, EDGES, HALVES,
             )  # fmt: skip
             synchronize()
             mbarrier.arrive(k_free.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
-        _finish(
-            out_desc, q_tile, along, across, at, of_row[2], of_row[4], unit, scale, batch, head, first, row < queries,
-            wide,
-        )  # fmt: skip
+        _finish(out_desc, q_tile, along, across, excess, at, of_row, unit, batch, head, first, row < queries, wide)
         slot, slot_phase = advance(slot, slot_phase, SLOTS)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _finish(
-    out_desc, q_tile, along, across, at, factor, entropy, unit, scale, batch, head, first, inside, wide: gl.constexpr
-):
-    """Write ``g / 2^H`` of 64 rows, and dq, which takes the place of the query in ``q_tile``."""
+def _finish(out_desc, q_tile, along, across, excess, at, of_row, unit, batch, head, first, inside, wide: gl.constexpr):
+    """Write numbers of 64 rows for the kernel of the keys, and dq, which takes the place of the query in ``q_tile``."""
+    _, delta, factor, shift = of_row
+    lines: gl.constexpr = factor.type.layout
     query = q_tile.load(wide).to(gl.float32)
-    g = gl.load(at + 6 * LINES) * gl.convert_layout(gl.sum(along * query, 1), factor.type.layout)
-    gl.store(at + 4 * LINES, g * ex2(-entropy), mask=inside)
-    size = gl.where(inside, scale * unit / factor, 0.0)
-    gradient = (along + column(g, wide) * across) * column(size, wide)
+    excess = gl.convert_layout(gl.sum(excess, 1), lines)
+    g = gl.load(at + 5 * LINES) * (unit * gl.convert_layout(gl.sum(along * query, 1), lines) + shift * excess)
+    gl.store(at + 4 * LINES, g, mask=inside)
+    gl.store(at + 6 * LINES, (delta - excess) * factor, mask=inside)
+    gradient = column(factor * LN2, wide) * along + column(g * LN2, wide) * across
     q_tile.store(gradient.to(q_tile.dtype))
     fence_async_shared()
     store_tile(out_desc, [batch, head, first, 0], q_tile)
@@ -280,10 +304,10 @@ def _finish(
 @gluon.jit(do_not_specialize=WHOLE_NUMBERS)
 def hopper_query_kernel(
     q_desc, g_desc, k_desc, v_desc, out_desc, numbers,
-    items, section, blocks, sequences, heads, group, queries, keys, unit, scale,
+    items, section, blocks, sequences, heads, group, queries, keys, unit,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGES: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """dq of blocks of rows; in ``numbers``, ``g / 2^H`` of every row."""
+    """dq of blocks of rows, and two more of their ``numbers``."""
     D: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -298,9 +322,7 @@ def hopper_query_kernel(
     fence_async_shared()
     synchronize()
     sizes = (items, section, blocks, sequences, heads, group, queries, keys)
-    what = (
-        out_desc, q_tiles, g_tiles, k_tiles, v_tiles, q_full, q_free, k_full, k_free, numbers, sizes, unit, scale
-    )  # fmt: skip
+    what = (out_desc, q_tiles, g_tiles, k_tiles, v_tiles, q_full, q_free, k_full, k_free, numbers, sizes, unit)
     load = (
         q_desc, g_desc, k_desc, v_desc, q_tiles, g_tiles, k_tiles, v_tiles, q_full, q_free, k_full, k_free, sizes
     )  # fmt: skip

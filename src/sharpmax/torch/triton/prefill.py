@@ -39,8 +39,8 @@ from .launch import (
 from .stats_kernel import stats_kernel
 from .tiles import Tiles, tiles_for
 
-StatsConfig = Tiles | Literal["hopper"]
-"""Which kernel gives the statistics: the portable one with these tiles, or the one for Hopper."""
+Config = Tiles | Literal["hopper"]
+"""Which kernel to take: the portable one with these tiles, or the one for Hopper."""
 
 
 def row_stats(
@@ -53,7 +53,7 @@ def row_stats(
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
     with_min: bool = False,
-    config: StatsConfig | None = None,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Maximum, sum, moment, minimum (``None`` unless asked for) and count of every row, ``[B, H, Lq]``."""
     return _stats(q, k, geometry, Masks(mask, key_lengths, cu_q, cu_k), with_min, None, False, config)[0]
@@ -71,7 +71,7 @@ def row_stats_and_scaled_query(
     cu_k: Tensor | None = None,
     with_min: bool = False,
     scaled_query: bool = True,
-    config: StatsConfig | None = None,
+    config: Config | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor, Tensor | None]:
     """The statistics, beta of a lowered policy (float32), and ``beta * q`` in the type of ``q``, from one kernel."""
     masks = Masks(mask, key_lengths, cu_q, cu_k)
@@ -93,25 +93,30 @@ def attend(
     cu_k: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
-    config: Tiles | None = None,
+    row_max: Tensor | None = None,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(beta * z) v`` in the type of ``q``, and ``logsumexp(beta * z)`` in float32 (``-inf`` for empty rows).
 
-    ``beta`` is ``[B, H, Lq]``, finite and not negative.
+    ``beta`` is ``[B, H, Lq]``, finite and not negative; ``row_max`` are the maxima of ``z`` that :func:`row_stats`
+    gave, if it did: with them, the kernel for Hopper may be taken.
     """
     masks = Masks(mask, key_lengths, cu_q, cu_k)
-    run = _attend_launch(form_of(q), form_of(k), form_of(v), geometry, masks.form, float(dropout_p), config)
+    forms = (form_of(q), form_of(k), form_of(v))
+    run = _attend_launch(*forms, geometry, masks.form, float(dropout_p), row_max is not None, config)
     packed = cu_q is not None
     out = room(q, (*q.shape[:-1], v.shape[-1]), packed)
     lse = room(q, q.shape[:-1], packed, torch.float32, -math.inf)
     given = {"q": q, "k": k, "v": v, "beta": row_numbers(beta, q), "out": out, "lse": lse, "seed": seed}
+    if row_max is not None:
+        given["row_max"] = row_numbers(row_max, q)
     run(given | masks.given(q), q)
     return out, lse
 
 
 def _stats(
     q: Tensor, k: Tensor, geometry: Geometry, masks: Masks, with_min: bool, lowered: Lowered | None, scaled: bool,
-    config: StatsConfig | None,
+    config: Config | None,
 ) -> Any:  # fmt: skip
     scaled = scaled and lowered is not None
     run = _stats_launch(form_of(q), form_of(k), geometry, masks.form, with_min, lowered, scaled, config)
@@ -139,10 +144,11 @@ def _stats(
 @functools.lru_cache(FORMS)
 def _stats_launch(
     q: Form, k: Form, geometry: Geometry, masks: MaskForm, with_min: bool, lowered: Lowered | None, scaled_query: bool,
-    config: StatsConfig | None,
+    config: Config | None,
 ) -> Launch:  # fmt: skip
     shared, policy = shared_numbers(q, k, None, geometry, masks), policy_arguments(lowered)
-    if _on_hopper(q, k, shared, with_min, policy, config):
+    refused = hopper.refusal(q, k, shared, with_min, policy["LOG_COUNT"])
+    if _on_hopper("statistics", refused, q, shared["RIGHT"], hopper.ROWS, config):
         return hopper.stats_launch(q, k, shared, policy, scaled_query)
     banded = shared["LEFT"] or shared["RIGHT"]
     tiles = config if isinstance(config, Tiles) else tiles_for("stats", q.shape[-1], q.dtype, q.device, banded)
@@ -159,24 +165,26 @@ def _stats_launch(
     )
 
 
-def _on_hopper(
-    q: Form, k: Form, shared: dict[str, Any], with_min: bool, policy: dict[str, Any], config: StatsConfig | None
-) -> bool:
-    """Whether the kernel for Hopper is taken: where it was asked for, or serves and keeps the card at work."""
+def _on_hopper(what: str, refused: str, q: Form, causal: bool, rows: int, config: Config | None) -> bool:
+    """Whether a kernel for Hopper is taken: where it was asked for, or serves and keeps the card at work."""
     if isinstance(config, Tiles):
         return False
-    refused = hopper.refusal(q, k, shared, with_min, policy["LOG_COUNT"])
     if config == "hopper" and refused:
-        raise ValueError(f"the statistics kernel for Hopper serves {refused}")
-    return not refused and (config == "hopper" or hopper.pays(q, shared["RIGHT"]))
+        raise ValueError(f"the {what} kernel for Hopper serves {refused}")
+    return not refused and (config == "hopper" or hopper.pays(q, causal, rows))
 
 
 @functools.lru_cache(FORMS)
 def _attend_launch(
-    q: Form, k: Form, v: Form, geometry: Geometry, masks: MaskForm, dropout_p: float, config: Tiles | None
-) -> Launch:
+    q: Form, k: Form, v: Form, geometry: Geometry, masks: MaskForm, dropout_p: float, with_max: bool,
+    config: Config | None,
+) -> Launch:  # fmt: skip
     shared = shared_numbers(q, k, v, geometry, masks)
-    tiles = config or tiles_for("attend", max(q.shape[-1], v.shape[-1]), q.dtype, q.device, geometry.banded)
+    refused = hopper.attend_refusal(q, k, v, shared, dropout_p) if with_max else "calls with the maxima of rows"
+    if _on_hopper("attention", refused, q, shared["RIGHT"], hopper.ATTEND_ROWS, config):
+        return hopper.attend_launch(q, k, shared)
+    width = max(q.shape[-1], v.shape[-1])
+    tiles = config if isinstance(config, Tiles) else tiles_for("attend", width, q.dtype, q.device, geometry.banded)
     return tiled(
         attend_kernel,
         programs_of(shared, tiles.rows, by_key=False),

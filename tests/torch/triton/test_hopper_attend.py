@@ -1,0 +1,202 @@
+"""The attention kernel for Hopper: against float64 and the portable kernel on such a GPU, compiled elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import given as for_all
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from sharpmax.torch.geometry import ALL, Geometry
+from sharpmax.torch.triton import Tiles, hopper, prefill
+from tests.torch.triton.compiled import printed
+from tests.torch.triton.hopper_cases import CASES, CAUSAL, FROM_THE_END, NARROW, WIDE, device_there
+from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits
+
+__all__ = ["device_there"]
+
+PORTABLE = Tiles(64, 64, 4, 2)
+PLAIN = Case("plain", queries=300, keys=300, geometry=CAUSAL, **WIDE)
+
+
+@pytest.fixture(autouse=True)
+def launches_of_this_test_alone() -> Iterator[None]:
+    """What was worked out before, or with other numbers in the place of constants, is forgotten."""
+    prefill._attend_launch.cache_clear()
+    yield
+    prefill._attend_launch.cache_clear()
+
+
+def attended(given: Inputs, beta: Tensor | None = None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+    """The output and logsumexp by the kernel for Hopper, the same by the portable one, and beta."""
+    q, k, v, geometry = given.q, given.k, given.v, given.case.geometry
+    found, policy, _ = prefill.row_stats_and_scaled_query(q, k, geometry, POLICY, scaled_query=False)
+    beta = policy if beta is None else beta
+    ours = prefill.attend(q, k, v, beta, geometry, row_max=found[0], config="hopper")
+    return ours, prefill.attend(q, k, v, beta, geometry, config=PORTABLE), beta
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_gives_what_float64_and_the_portable_kernel_give(case: Case, dtype: torch.dtype) -> None:
+    given = inputs(case, dtype, "cuda")
+    (out, lse), (portable, _), beta = attended(given)
+    z, seen = logits(given, given.q.double(), given.k.double())
+    expected, of_rows = attention(z, seen, given.v.double(), beta.double())
+    error, peer = (float((x.double() - expected).norm()) for x in (out, portable))
+    assert error <= 1.2 * peer
+    filled = of_rows.isfinite()
+    assert torch.equal(lse.isfinite(), filled)
+    torch.testing.assert_close(lse[filled].double(), of_rows[filled], rtol=1e-5, atol=1e-4)
+    assert not out[~filled].any()
+
+
+@pytest.mark.gpu
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@for_all(
+    queries=st.integers(1, 700),
+    keys=st.integers(1, 700),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (37, 37)]),
+    band=st.sampled_from([(ALL, False), (0, False), (0, True), (5, False), (300, True), (2**30, False)]),
+    scale=st.sampled_from([0.0, 1e-3, 0.1, 3.0]),
+    width=st.sampled_from([64, 128]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_random_calls_are_those_of_the_portable_kernel(
+    queries: int, keys: int, heads: tuple[int, int], band: tuple[int, bool], scale: float, width: int, dtype: Any
+) -> None:
+    geometry = Geometry(scale, right=band[0], lower_right=band[1])
+    case = Case(
+        "random", heads=heads[0], key_heads=heads[1], queries=queries, keys=keys, geometry=geometry, width=width,
+        value_width=width,
+    )  # fmt: skip
+    (out, lse), (expected, of_rows), _ = attended(inputs(case, dtype, "cuda"))
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, of_rows, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("beta", [0.0, 1.0, 1e4])
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])
+def test_equal_and_huge_logits(offset: float, beta: float, dtype: torch.dtype) -> None:
+    """A common offset of every logit, and one logit far above the others; at any temperature."""
+    q, k = torch.zeros(2, 1, 2, 512, 128, device="cuda", dtype=dtype)
+    q[..., 0], k[..., 0] = 1.0, offset
+    k[:, 1, 7, 0] = offset + 1e4
+    v = torch.randn_like(k)
+    given = replace(inputs(replace(PLAIN, heads=2, key_heads=2), dtype, "cuda"), q=q, k=k, v=v)
+    given.case = replace(given.case, geometry=Geometry(1.0), queries=512, keys=512)
+    (out, lse), _, _ = attended(given, torch.full(q.shape[:3], beta, device="cuda"))
+    assert lse.isfinite().all()
+    mean = v.float().mean(2, keepdim=True).expand(v.shape)
+    one = mean if beta == 0 else v[:, :, 7:8].float().expand(v.shape)
+    torch.testing.assert_close(out[:, 0].float(), mean[:, 0], rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(out[:, 1].float(), one[:, 1], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_what_is_no_number_stays_so_and_rows_without_keys_give_nothing() -> None:
+    """A beta that is NaN; and an infinite value before all keys of some rows, which see none."""
+    case = Case("rows without keys", queries=556, keys=300, geometry=FROM_THE_END, **WIDE)
+    given = inputs(case, torch.bfloat16, "cuda")
+    beta = torch.ones(1, 1, 556, device="cuda")
+    beta[..., 400] = torch.nan
+    (out, _), _, _ = attended(given, beta)
+    assert torch.equal(out.isnan().any(-1), beta.isnan())
+    given.v[:, :, 0] = torch.inf
+    (out, lse), _, _ = attended(given)
+    assert not out[:, :, :256].any()
+    assert torch.equal(lse.isinf(), torch.arange(556, device="cuda")[None, None] < 256)
+
+
+@pytest.mark.gpu
+def test_the_order_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections of 5 of 64 sequences, the last one narrower; and the same bits every time."""
+    case = Case("sections", batch=4, heads=16, key_heads=16, queries=1300, keys=1300, geometry=CAUSAL, **NARROW)
+    given = inputs(case, torch.bfloat16, "cuda")
+    whole, again = attended(given)[0], attended(given)[0]
+    monkeypatch.setattr(hopper, "SECTION", 5 * 1300 * 64 * 4)
+    prefill._attend_launch.cache_clear()
+    parts = attended(given)[0]
+    for a, b, c in zip(whole, again, parts, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    given = inputs(CASES[2], torch.bfloat16, "cuda")
+    attended(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (out, _), _, _ = attended(given)
+    given.q.copy_(given.q.flip(2))
+    graph.replay()
+    assert torch.equal(out, attended(given)[0][0])
+
+
+REFUSED: list[tuple[str, Case, dict[str, Any]]] = [
+    ("calls with the maxima of rows", PLAIN, {"row_max": None}),
+    ("calls without dropout", PLAIN, {"dropout_p": 0.1}),
+    ("values as wide as queries", replace(PLAIN, value_width=64), {}),
+    ("calls without a mask", replace(PLAIN, mask="boolean"), {}),
+    ("calls without key lengths", replace(PLAIN, lengths=(20,)), {}),
+    ("heads of 64 or 128 columns in a two-byte type", replace(PLAIN, width=32, value_width=32), {}),
+    ("tensors on a Hopper GPU", PLAIN, {}),
+]
+
+
+@pytest.mark.parametrize(("sentence", "case", "options"), REFUSED, ids=[sentence for sentence, _, _ in REFUSED])
+def test_what_it_does_not_serve_it_refuses(sentence: str, case: Case, options: dict[str, Any]) -> None:
+    given = inputs(case, torch.float16, "cpu")
+    beta = torch.ones(given.q.shape[:3])
+    options = {"row_max": beta, **given.options, **options}
+    with pytest.raises(ValueError, match=f"^the attention kernel for Hopper serves {sentence}$"):
+        prefill.attend(given.q, given.k, given.v, beta, case.geometry, **options, config="hopper")
+
+
+COMPILE = """
+import torch, triton
+from triton._utils import canonicalize_dtype
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from sharpmax.torch.triton import hopper, hopper_attend_kernel as module
+
+def type_of(name, q, k):
+    if name.endswith("_desc"):
+        made = k if name in ("k_desc", "v_desc") else q
+        return f"tensordesc<{canonicalize_dtype(made.base.dtype)}{made.block_shape},{made.layout!r}>"
+    if name in ("beta", "row_max", "lse"):
+        return "*fp32"
+    return "i32" if name in module.WHOLE_NUMBERS else "constexpr" if name.isupper() else "fp32"
+
+for width, dtype, causal in ((128, torch.bfloat16, True), (64, torch.float16, False)):
+    x = torch.zeros(1, 1, 256, width, dtype=dtype)
+    q, k = hopper.descriptor(x, module.LINES.value), hopper.descriptor(x, module.KEYS.value)
+    kernel = module.hopper_attend_kernel
+    signature = {name: type_of(name, q, k) for name in kernel.arg_names}
+    keys, values = hopper.ATTEND_STAGES[width]
+    flags = {"K_STAGES": keys, "V_STAGES": values, "CAUSAL": causal, "EDGES": causal, "LATER": causal}
+    compiled = triton.compile(
+        GluonASTSource(kernel, signature, flags), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+    )
+    print("kernel", compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"))
+"""
+
+
+def test_it_compiles_for_hopper_without_a_gpu_and_keeps_its_products() -> None:
+    pytest.importorskip("triton.experimental.gluon._runtime")
+    found = [tuple(map(int, line.split()[1:])) for line in printed(COMPILE).splitlines() if line.startswith("kernel")]
+    wide, narrow = 2 * 2 * (8 + 8), 2 * 2 * (4 + 8)  # two warpgroups, the first or last tile and the others
+    assert [products for _, products in found] == [wide, narrow]
+    assert max(shared for shared, _ in found) <= 227 * 1024  # what a program may have
