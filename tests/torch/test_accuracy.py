@@ -1,0 +1,86 @@
+"""Errors in two-byte types against float64, where the policy acts: no more than a known multiple of stock attention's.
+
+The peer is stock attention on ``q~``, which is ``beta * q`` rounded, against float64 attention on that same ``q~``.
+Where beta meets the logits in float32 the error is held to twice the peer's, where ``beta * q`` is rounded to four
+times, and always to half of that of Figure 4 in the same type, whose gradients are no numbers in float16. All rows
+count, those next to the policy's threshold too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as stock_attention
+
+import sharpmax
+from benchmarks.figure4 import torch_figure4
+from sharpmax.torch import scaled_dot_product_attention
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+SHAPE = (3, 16, 2048) if ON_GPU else (1, 2, 512)
+LIMITS = {"streaming": 2.0, "stock": 4.0} | ({"auto": 2.0, "triton": 2.0} if ON_GPU else {})
+Found = tuple[Tensor, ...]
+
+
+def made(width: int, dtype: torch.dtype) -> Found:
+    """Query, key, value and cotangent; logits deviate so that rows have about 3 nats of entropy."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn((*SHAPE, width), generator=generator) for _ in range(4))
+    factor = (2 * (math.log(SHAPE[2]) - 3.0)) ** 0.25
+    q *= math.sqrt(width) / q.norm(dim=-1, keepdim=True)
+    return tuple(x.to(DEVICE, dtype) for x in (factor * q, factor * k, v, g))
+
+
+def with_gradients(attention: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Found:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, g)
+
+
+def logits(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    z = q @ k.mT / math.sqrt(q.shape[-1])
+    hidden = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(1)
+    return z.masked_fill(hidden, torch.finfo(z.dtype).min) if causal else z
+
+
+def errors(found: Found, expected: Found) -> list[float]:
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("impl", LIMITS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.bfloat16), (128, torch.float16)], ids=["64", "128"])
+def test_errors_are_those_of_stock_attention(impl: str, causal: bool, width: int, dtype: torch.dtype) -> None:
+    given = made(width, dtype)
+    wide = tuple(x.double() for x in given)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sharpmax.adaptive_temperature_softmax(logits(q, k, causal)) @ v
+
+    def literal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch_figure4(logits(q, k, causal)) @ v
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return stock_attention(q, k, v, is_causal=causal)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, impl=impl)
+
+    beta = sharpmax.PAPER(sharpmax.row_stats(logits(wide[0], wide[1], causal)))
+    assert float((beta > 1.3).double().mean()) > 0.9
+    q, k, v, _ = given
+    returned = scaled_dot_product_attention(q, k, v, is_causal=causal, impl=impl, return_stats=True)
+    assert float((returned.beta / beta - 1).abs().max()) < 1e-3
+    rounded = ((beta[..., None] * wide[0]).to(dtype), *given[1:])
+    peers = errors(with_gradients(plain, *rounded), with_gradients(plain, *(x.double() for x in rounded)))
+    expected = with_gradients(exact, *wide)
+    of_figure4 = errors(with_gradients(literal, *given), expected)
+    found = errors(with_gradients(ours, *given), expected)
+    for name, error, peer, other in zip(("output", "dq", "dk", "dv"), found, peers, of_figure4, strict=True):
+        assert error <= LIMITS[impl] * peer, f"{name}: {error / peer:.2f} times the peer's"
+        assert error <= other / 2 or (math.isnan(other) and dtype == torch.float16), f"{name}: Figure 4 has {other}"
