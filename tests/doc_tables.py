@@ -87,7 +87,8 @@ def attention_speed() -> str:
         cells = [label]
         for case in found:
             for what in DIRECTIONS:
-                cells.append(shown(case["times"][f"{kind} {what}" + ", detached" * (detached and what != "forward")]))
+                there = case["times"].get(f"{kind} {what}" + ", detached" * detached)
+                cells.append("-" if there is None else shown(there))
         lines.append(cells)
     return markdown(head, lines)
 

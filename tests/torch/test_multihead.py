@@ -154,6 +154,8 @@ def test_state_dict_of_torch_with_a_learnable_policy() -> None:
 @pytest.mark.parametrize(
     ("make", "call", "words"),
     [
+        ({"num_heads": 3}, {}, "embed_dim to be a multiple of num_heads, got 8 and 3"),
+        ({"kdim": 6}, {}, r"expected key with 6 columns, got \(3, 2, 8\)"),
         ({"impl": "fast"}, {}, "auto, reference, streaming, triton, stock"),
         ({}, {"attn_mask": torch.zeros(2, 3, 3)}, r"\(3, 3\) or \(4, 3, 3\)"),
         ({}, {"key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)}, r"key_padding_mask of shape \(2, 3\)"),
@@ -166,7 +168,7 @@ def test_state_dict_of_torch_with_a_learnable_policy() -> None:
 def test_bad_input_is_refused_in_one_sentence(make: dict[str, Any], call: dict[str, Any], words: str) -> None:
     x = torch.randn(3, 2, 8)
     with pytest.raises((TypeError, ValueError), match=words):
-        MultiheadAttention(8, 2, **make)(x, x, x, **call)
+        MultiheadAttention(8, **{"num_heads": 2, **make})(x, x, x, **call)
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

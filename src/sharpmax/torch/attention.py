@@ -82,10 +82,10 @@ def scaled_dot_product_attention(
       scale: what products of query and key are multiplied by; ``1 / sqrt(D)`` if not given.
       enable_gqa: allow more heads of the query than of the key; keys and values are not repeated in memory.
       policy: maps :class:`~sharpmax.RowStats` ``[B, Hq, Lq]`` to beta; any callable, module or built-in policy.
-        Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. ``"triton"`` takes betas that are
-        not negative. Rows of infinite beta are hard,
-        uniform over their largest logits, with ``"reference"`` and ``"streaming"``; ``"triton"`` and ``"stock"`` refuse
-        :class:`~sharpmax.Hard`, and take 10,000 for an infinity that any other policy gives.
+        Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. Betas should not
+        be negative: ``"triton"`` does not look, and may give infinities or NaN for them. Rows of infinite beta are
+        hard, uniform over their largest logits, with ``"reference"`` and ``"streaming"``; ``"triton"`` and ``"stock"``
+        refuse :class:`~sharpmax.Hard`, and take 10,000 for an infinity that any other policy gives.
       mechanism: what makes weights of logits in the place of softmax and policy: a name of
         ``sharpmax.mechanisms.MECHANISMS``, a mechanism (with the parameters that it starts from, if it has any), or a
         :class:`~sharpmax.torch.Learnable` that holds them. The default policy is not used then, and any other is

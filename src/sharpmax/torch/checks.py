@@ -93,7 +93,9 @@ def check_tensors(tensors: dict[str, Any]) -> None:
             raise ValueError(f"expected {', '.join(tensors)} on one device, got {first.device} and {x.device}")
     types = {x.dtype for x in tensors.values()}
     if len(types) > 1 and len({x.dtype for x in under_autocast(*tensors.values())}) > 1:
-        raise TypeError(f"expected {', '.join(tensors)} of one type, got {', '.join(sorted(map(_name, types)))}")
+        raise TypeError(
+            f"expected {', '.join(tensors)} of one type, got {', '.join(_name(x.dtype) for x in tensors.values())}"
+        )
 
 
 def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -141,10 +143,10 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: 
     if query.shape[:-3] != key.shape[:-3]:
         raise misfit("the same batch axes", tensors)
     if query.ndim > 2 and query.shape[-3] != key.shape[-3]:
-        if not enable_gqa:
-            raise misfit("as many heads of query as of key, or enable_gqa=True", tensors)
         if key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]:
             raise misfit("the query's heads to be a multiple of the key's", tensors)
+        if not enable_gqa:
+            raise misfit("as many heads of query as of key, or enable_gqa=True", tensors)
 
 
 def _heads_of_value(key: Tensor, maps: int) -> tuple[int, ...] | None:

@@ -39,10 +39,11 @@ def choose(
     attention), and on every other device, it is ``"streaming"``. ``torch.func.grad`` and its like take no custom
     operator, nor does differentiation in forward mode; under them it is ``"reference"``.
 
-    With ``may_round`` (see :func:`own_kernels_pay`), it is ``"stock"`` where torch has the faster kernels, cuDNN's: on
-    NVIDIA GPUs of compute capability 9 or more, for float16 and bfloat16, plain or causal (with as many queries as
-    keys), without a mask or key lengths, and with values as wide as queries. There the error of the output was measured
-    at 3 times that of stock attention on ``beta * query``, and is held to 4 times.
+    With ``may_round``, which is for where :func:`own_kernels_pay` does not hold, it is ``"stock"``, which rounds
+    ``beta * query``, for calls that cuDNN's kernels serve, which are faster than our portable ones: on NVIDIA GPUs of
+    compute capability 9 or more, for float16 and bfloat16, plain or causal (with as many queries as keys), without a
+    mask or key lengths, and with values as wide as queries. There the error of the output was measured at 3 times that
+    of stock attention on ``beta * query``, and is held to 4 times.
 
     ``among`` are the implementations that there are of ``what`` is asked for.
     """
@@ -67,7 +68,7 @@ def choose(
 
 
 def _stock_is_fast(inputs: Inputs) -> bool:
-    """Whether torch has a kernel for the call that is faster than ours."""
+    """Whether torch has a kernel for the call that is faster than our portable ones."""
     q, k, v, mask, key_lengths, geometry, _ = inputs
     return (
         v is not None
@@ -109,9 +110,11 @@ def hopper_processors(device: torch.device) -> int:
 def own_kernels_pay(inputs: Inputs, policy: Policy, dropout_p: float, return_stats: bool) -> bool:
     """Whether the kernels for Hopper serve a call, with its gradient where one is asked for, and keep the card at work.
 
-    Then ``"auto"`` need not round. They are for policies that lower to a polynomial of the entropy: they attend with
-    maxima of the statistics, which others may not need, and with betas that are not negative, which others may give.
-    The gradient they have is that of such a policy, not of a detached one, nor of statistics that are returned.
+    Then ``"auto"`` is ``"triton"``, and rounds no ``beta * query``. The kernels are for policies that lower to a
+    polynomial of the entropy: they attend with maxima of the statistics, which others may not need, and with betas that
+    are not negative, which others may give. The gradient they have is that of such a policy, not of a detached one, nor
+    of statistics that are returned. Where tensors begin in memory is not looked at: portable kernels do what these
+    cannot take.
     """
     q, k, v, mask, key_lengths, geometry, _ = inputs
     count = hopper_processors(q.device)

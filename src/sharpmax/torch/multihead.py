@@ -52,6 +52,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         if add_bias_kv or add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn are not served; append the key yourself")
+        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(f"expected embed_dim to be a multiple of num_heads, got {embed_dim} and {num_heads}")
         check_policy(policy)
         check_impl(impl)
         chosen = None if mechanism is None else settled(mechanism, policy)
@@ -103,6 +105,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         batched = query.ndim == 3
         if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim:
             raise ValueError(f"expected query, key and value with 2 or 3 axes each, got {tuple(query.shape)}")
+        for name, x, columns in (
+            ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim),
+        ):  # fmt: skip
+            if x.shape[-1] != columns:
+                raise ValueError(f"expected {name} with {columns} columns, got {tuple(x.shape)}")
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)

@@ -29,7 +29,10 @@ def check_callable(policy: Any) -> None:
     if isinstance(policy, type):
         raise TypeError(f"expected a policy, got the class {policy.__name__}; {policy.__name__}(...) makes one")
     if not callable(policy):
-        raise TypeError(f"expected policy to be callable with RowStats, got {type(policy).__name__}")
+        raise TypeError(
+            f"expected policy to be callable with RowStats, got {type(policy).__name__}; "
+            "sharpmax.PAPER and sharpmax.Constant(2.0) are two"
+        )
 
 
 def needs_spread(policy: Policy) -> bool:
