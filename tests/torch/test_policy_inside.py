@@ -236,8 +236,8 @@ def test_attention_is_handed_the_maxima_of_rows_or_none(
     q, k, v = (5 * torch.randn(2, 2, 9, 16, generator=generator).to(DEVICE) for _ in range(3))
     if packed:
         starts = torch.tensor([0, 9, 18], dtype=torch.int32, device=DEVICE)
-        tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        varlen_attention(*tokens, starts, starts, impl="triton", **on)
+        packed_q, packed_k, packed_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        varlen_attention(packed_q, packed_k, packed_v, starts, starts, impl="triton", **on)
     else:
         scaled_dot_product_attention(q, k, v, impl="triton", **on)
     (row_max,) = handed
