@@ -34,7 +34,8 @@ from .hopper_kernel import (
     by_thread,
     end_of,
     ex2,
-    load_tile,
+    send,
+    send_queries,
     store_tile,
     synchronize,
     tiles_seen,
@@ -64,9 +65,7 @@ def _tiles(first, queries, keys, shift, CAUSAL: gl.constexpr):
 @gluon.jit
 def _send(desc, tiles, full, free, batch, head, start, stage, phase, STAGES: gl.constexpr):
     """Have the next tile of a ring filled."""
-    mbarrier.wait(free.index(stage), phase)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    load_tile(desc, [batch, head, start, 0], full.index(stage), tiles.index(stage))
+    send(desc, tiles, full, free, stage, phase, batch, head, start)
     return advance(stage, phase, STAGES)
 
 
@@ -85,12 +84,7 @@ def _load(what, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.const
     for turn in range(turns_of(items)):
         batch, head, block = assigned(turn, section, blocks, sequences, heads, True)
         first = block * ROWS
-        for g in gl.static_range(GROUPS):
-            at = slot * GROUPS + g
-            mbarrier.wait(q_free.index(at), slot_phase)
-            mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes)
-            load_tile(q_desc, [batch, head, first + LINES * g, 0], q_full.index(at), q_tiles.index(at))
-        slot, slot_phase = advance(slot, slot_phase, SLOTS)
+        slot, slot_phase = send_queries(q_desc, q_tiles, q_full, q_free, slot, slot_phase, batch, head, first, GROUPS)
         source = head // group
         seen, _ = _tiles(first, queries, keys, shift, CAUSAL)
         start = (seen - 1) * KEYS

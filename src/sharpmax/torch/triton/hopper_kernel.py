@@ -197,6 +197,22 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def send(desc, tiles, full, free, at, phase, batch, head, start):
+    """Have a place of a ring filled with the rows from ``start`` on, when it has been given back."""
+    mbarrier.wait(free.index(at), phase)
+    mbarrier.expect(full.index(at), desc.block_type.nbytes)
+    load_tile(desc, [batch, head, start, 0], full.index(at), tiles.index(at))
+
+
+@gluon.jit
+def send_queries(q_desc, q_tiles, q_full, q_free, slot, phase, batch, head, first, GROUPS: gl.constexpr):
+    """Have a block of queries come, for each warpgroup its own."""
+    for g in gl.static_range(GROUPS):
+        send(q_desc, q_tiles, q_full, q_free, slot * GROUPS + g, phase, batch, head, first + LINES * g)
+    return advance(slot, phase, SLOTS)
+
+
+@gluon.jit
 def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """Queries of every warpgroup and all keys that they see, from the last one down, block after block."""
     q_desc, k_desc, q_tiles, k_tiles, q_full, q_free, k_full, k_free, sizes = what
@@ -208,19 +224,11 @@ def _load(what, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     for turn in range(turns_of(items)):
         batch, head, block = assigned(turn, section, blocks, sequences, heads, True)
         first = block * ROWS
-        for g in gl.static_range(GROUPS):
-            at = slot * GROUPS + g
-            mbarrier.wait(q_free.index(at), slot_phase)
-            mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes)
-            load_tile(q_desc, [batch, head, first + LINES * g, 0], q_full.index(at), q_tiles.index(at))
-        slot, slot_phase = advance(slot, slot_phase, SLOTS)
+        slot, slot_phase = send_queries(q_desc, q_tiles, q_full, q_free, slot, slot_phase, batch, head, first, GROUPS)
         seen, _ = tiles_seen(first, queries, keys, shift, ROWS, CAUSAL)
         for i in range(seen):
-            mbarrier.wait(k_free.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            load_tile(
-                k_desc, [batch, head // group, (seen - 1 - i) * KEYS, 0], k_full.index(stage), k_tiles.index(stage)
-            )
+            start = (seen - 1 - i) * KEYS
+            send(k_desc, k_tiles, k_full, k_free, stage, phase, batch, head // group, start)
             stage, phase = advance(stage, phase, STAGES)
 
 
