@@ -265,7 +265,8 @@ def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor | None, impl: str, dro
         if 0 not in (*q.shape, *k.shape):
             return stock.with_betas(inputs, beta, dropout_p)
         impl = "streaming"
-    return ops.attend(
+    output, _ = ops.attend(
         q, k, v, beta, row_max, mask, key_lengths, None, None, dropout_seed(dropout_p), geometry.numbers,
         float(dropout_p), impl
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    return output.to(q.dtype)

@@ -234,7 +234,11 @@ def attend(
     dropout_p: float,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(beta * z) v`` and ``logsumexp(beta * z)``; ``row_max``, the maxima of ``z``, where known."""
+    """``softmax(beta * z) v`` and ``logsumexp(beta * z)``; ``row_max``, the maxima of ``z``, where known.
+
+    ``"streaming"`` does not round its output to the type of ``q``: of the gradient, ``D = <do, o>`` would be off, and
+    that of beta is a difference of large numbers beside it. The kernels take out what rounding does to ``D``.
+    """
     _check_impl(impl)
     geometry = Geometry.of(numbers)
     drop: dict[str, Any] = {"dropout_p": dropout_p, "seed": 0 if seed is None else int(seed)}
@@ -247,7 +251,7 @@ def attend(
             return out.contiguous(), lse.contiguous()
         if cu_q is None:
             return streaming.attend(q, k, v, beta, geometry, mask=mask, key_lengths=key_lengths, **drop)
-        out, lse = empty_output(q, v)
+        out, lse = empty_output(q, v, rounded=False)
         out.zero_()
         lse.fill_(-math.inf)
         for queries, keys in _documents(cu_q, cu_k, q, k):
@@ -257,10 +261,11 @@ def attend(
         return out, lse
 
 
-def empty_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def empty_output(q: Tensor, v: Tensor, rounded: bool = True) -> tuple[Tensor, Tensor]:
     """Room for the output and the logsumexp of every row."""
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(q.shape[:-1], dtype=accumulation(q.dtype))
+    wide = accumulation(q.dtype)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype if rounded else wide)
+    return out, q.new_empty(q.shape[:-1], dtype=wide)
 
 
 @attend.register_fake
@@ -269,7 +274,7 @@ def _attend_fake(
     key_lengths: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None,
     numbers: list[float], dropout_p: float, impl: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return empty_output(q, v)
+    return empty_output(q, v, rounded=impl == "triton")
 
 
 @operator("sharpmax::attend_backward")

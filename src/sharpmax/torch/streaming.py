@@ -114,14 +114,14 @@ def attend(
     dropout_p: float = 0.0,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(beta * z) v`` in the type of ``q``, and ``logsumexp(beta * z)`` (``-inf`` for empty rows).
+    """``softmax(beta * z) v``, not rounded, and ``logsumexp(beta * z)`` (``-inf`` for empty rows).
 
     Rows of infinite beta are hard: uniform over their maxima. Their second result means nothing.
     """
     if stock_serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
         return _stock(q, k, v, beta, geometry)
     call = Call(q, k, v, geometry, mask, key_lengths)
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=call.dtype)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=call.dtype)
     dropout = _Dropout(call, dropout_p, seed)
     for span in call.spans():
@@ -375,7 +375,7 @@ def _stock(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry) ->
     x = _prepared(q, k, v, beta, geometry)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(x.q, x.k, x.v, 0.0, x.causal, scale=geometry.scale)
-    return out.to(q.dtype).contiguous(), lse.contiguous()
+    return out.contiguous(), lse.contiguous()
 
 
 def _stock_backward(
@@ -386,7 +386,7 @@ def _stock_backward(
     x = _prepared(q, k, v, beta, geometry)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dx, dk, dv = kernel(
-        grad_out.to(x.q.dtype).contiguous(), x.q, x.k, x.v, out.to(x.q.dtype), lse, 0.0, x.causal, scale=geometry.scale
+        grad_out.to(x.q.dtype).contiguous(), x.q, x.k, x.v, out, lse, 0.0, x.causal, scale=geometry.scale
     )
     d_beta = (dx * q).sum(-1) if need_beta else None
     return (

@@ -114,7 +114,8 @@ def _attend(
     q, k, v, _, _, geometry, _ = inputs
     assert v is not None
     seed = dropout_seed(dropout_p)
-    return ops.attend(q, k, v, beta, row_max, None, None, *starts, seed, geometry.numbers, float(dropout_p), impl)[0]
+    rest = (geometry.numbers, float(dropout_p), impl)
+    return ops.attend(q, k, v, beta, row_max, None, None, *starts, seed, *rest)[0].to(q.dtype)
 
 
 def _check_packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Any, cu_k: Any) -> None:
