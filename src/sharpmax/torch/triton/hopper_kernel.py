@@ -274,6 +274,7 @@ def _compute(
         if EDGES:
             for _ in range(all_tiles - seen):  # keys that only other warpgroups see
                 mbarrier.wait(k_full.index(stage), phase)
+                synchronize()
                 mbarrier.arrive(k_free.index(stage), count=1)
                 stage, phase = advance(stage, phase, STAGES)
             for i in range(seen - whole):

@@ -202,6 +202,7 @@ def _compute(what, G: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
             mbarrier.arrive(q_free.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
             i = gl.where(i == count - 1, low, i + 1)
+        synchronize()
         mbarrier.arrive(k_free.index(G), count=1)
         _put(dv_desc, out_tiles.index(G), d_value, batch, head, first)
         _put(dk_desc, out_tiles.index(G), d_key * LN2, batch, head, first)
