@@ -164,7 +164,7 @@ def test_where_the_policy_is_flat_beta_is_a_constant() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("nats", "bound"), [(30.0, 1e-2), (300.0, 6e-2), (-300.0, 6e-2)])
+@pytest.mark.parametrize(("nats", "bound"), [(30.0, 1e-2), (300.0, 1e-2), (-300.0, 1e-2)])
 def test_what_keys_have_in_common_is_not_felt(nats: float, bound: float) -> None:
     """Logits that all are so far away from others: no worse than where the statistics' gradient has its own.
 

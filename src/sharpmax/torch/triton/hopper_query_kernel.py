@@ -41,7 +41,6 @@ from .hopper_kernel import (
     store_tile,
     synchronize,
     turns_of,
-    unfused,
 )
 
 GROUPS = gl.constexpr(2)
@@ -167,11 +166,11 @@ def _factors(product, unit, of_row):
 
 @gluon.jit
 def _with(excess, a):
-    """The sum of ``a`` that each thread has of a row, with that of one more tile.
+    """The sum of ``a`` that each thread has of a row, with that of one more tile; of ``a`` as products take it.
 
-    Its terms are products that are needed by themselves: fused with the sum, they would take more registers.
+    What all logits of a row have in common is then the same factor of this sum and of ``along``, and goes out of ``g``.
     """
-    return excess + gl.convert_layout(gl.sum(by_thread(a), 2), excess.type.layout, assert_trivial=True)
+    return excess + gl.convert_layout(gl.sum(by_thread(a.to(gl.float32)), 2), excess.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -185,7 +184,7 @@ def _whole_step(product, cotangent, k_tile, along, across, excess, unit, of_row,
     weights, b = _factors(product, unit, of_row)
     across = warpgroup_mma(operand(b, dtype, wide), k_tile, across, is_async=True)
     cotangent = warpgroup_mma_wait(1, deps=(cotangent,))
-    a = unfused(weights, cotangent + column(of_row[1], layout))
+    a = (weights * (cotangent + column(of_row[1], layout))).to(dtype)
     along = warpgroup_mma(operand(a, dtype, wide), k_tile, along, is_async=True)
     return along, across, _with(excess, a)
 
@@ -196,7 +195,7 @@ def _half_step(product, cotangent, k_tile, along, across, excess, unit, of_row, 
     dtype: gl.constexpr = k_tile.dtype
     layout: gl.constexpr = product.type.layout
     weights, b = _factors(product, unit, of_row)
-    a = unfused(weights, cotangent + column(of_row[1], layout))
+    a = (weights * (cotangent + column(of_row[1], layout))).to(dtype)
     across = warpgroup_mma(operand(b, dtype, wide), k_tile, across, is_async=True)
     along = warpgroup_mma(operand(a, dtype, wide), k_tile, along, is_async=True)
     return along, across, _with(excess, a)
@@ -263,6 +262,7 @@ def _compute(
         if EDGES:
             for _ in range(all_tiles - seen):  # keys that only the other warpgroup sees
                 mbarrier.wait(k_full.index(stage), phase)
+                synchronize()
                 mbarrier.arrive(k_free.index(stage), count=1)
                 stage, phase = advance(stage, phase, STAGES)
         # The queries of the block before are given back now: its gradient has been read from there meanwhile.
