@@ -181,7 +181,7 @@ def _first_keys(inputs: Inputs) -> Tensor:
 
 
 def _shown(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return mask if mask.dtype == torch.bool else ~(mask <= torch.finfo(mask.dtype).min / 2)
 
 
 def _without(inputs: Inputs, options: dict[str, Any], first: Tensor, impl: str) -> RowStats:

@@ -93,8 +93,8 @@ def hidden_logit(dtype: Any) -> float:
 
 
 def shown(bias: jax.Array, dtype: Any) -> jax.Array:
-    """Where a bias, added to logits of type ``dtype``, hides nothing."""
-    return bias > max(hidden_logit(bias.dtype), hidden_logit(dtype))
+    """Where a bias, added to logits of type ``dtype``, hides nothing; what is no number does not hide."""
+    return ~(bias <= max(hidden_logit(bias.dtype), hidden_logit(dtype)))
 
 
 def without_padding(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

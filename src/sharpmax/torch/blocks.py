@@ -39,8 +39,8 @@ def hidden_logit(dtype: torch.dtype) -> float:
 
 
 def shown(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where a mask of numbers, added to logits of type ``dtype``, hides nothing."""
-    return mask > max(hidden_logit(mask.dtype), hidden_logit(dtype))
+    """Where a mask of numbers, added to logits of type ``dtype``, hides nothing; what is no number does not hide."""
+    return ~(mask <= max(hidden_logit(mask.dtype), hidden_logit(dtype)))
 
 
 class Buffers:

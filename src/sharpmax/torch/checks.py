@@ -87,6 +87,8 @@ def check_tensors(tensors: dict[str, Any]) -> None:
             raise TypeError(f"expected {name} to be a torch tensor, got {type(x).__name__}")
         if x.is_nested:
             raise TypeError(f"expected {name} to be a dense tensor, got a nested one; see varlen_attention")
+        if x.layout != torch.strided:
+            raise TypeError(f"expected {name} to be a dense tensor, got one of {x.layout}; see Tensor.to_dense")
         if x.dtype not in DTYPES:
             raise TypeError(f"expected {name} of type float16, bfloat16, float32 or float64, got {_name(x.dtype)}")
         if x.device != first.device:
@@ -223,11 +225,13 @@ def _lengths(lengths: Any, batch: int, keys: int, device: torch.device) -> Tenso
     if not isinstance(lengths, Tensor) or lengths.dtype not in WHOLE:
         got = _name(lengths.dtype) if isinstance(lengths, Tensor) else type(lengths).__name__
         raise TypeError(f"expected key_lengths to be a tensor of whole numbers, got {got}")
-    if lengths.numel() != batch:
-        raise ValueError(f"expected key_lengths of shape [{batch}], one for each batch element, got {lengths.shape}")
+    if lengths.shape != (batch,):
+        raise ValueError(
+            f"expected key_lengths of shape ({batch},), one for each batch element, got {tuple(lengths.shape)}"
+        )
     if lengths.device != device:
         raise ValueError(f"expected key_lengths on the query's device {device}, got it on {lengths.device}")
-    return torch.clamp(lengths.reshape(batch).to(torch.int64), min=0, max=keys).to(torch.int32)
+    return torch.clamp(lengths.to(torch.int64), min=0, max=keys).to(torch.int32)
 
 
 def forward_mode() -> bool:
@@ -257,6 +261,9 @@ def geometry_of(
     """The geometry that the arguments of attention describe."""
     if not isinstance(is_causal, bool | np.bool_) and not (isinstance(is_causal, str) and is_causal == "lower_right"):
         raise ValueError(f"expected is_causal to be True, False or 'lower_right', got {is_causal!r}")
+    for name, x, instead in (("softcap", softcap, "item()"), ("scale", scale, "learn it by multiplying the query")):
+        if isinstance(x, Tensor):  # its gradient would be lost
+            raise TypeError(f"expected {name} to be a number, got a tensor; {instead}")
     if softcap is not None and not (_number(softcap) and 0 < softcap < math.inf):
         raise ValueError(f"expected softcap to be a positive number or None, got {softcap!r}")
     if scale is not None and not (_number(scale) and -math.inf < scale < math.inf):
@@ -270,7 +277,7 @@ def geometry_of(
 
 def _number(x: Any) -> bool:
     """Whether ``x`` is a number, or stands for one."""
-    return isinstance(x, int | float | np.number | torch.SymInt | torch.SymFloat | Tensor)
+    return isinstance(x, int | float | np.number | torch.SymInt | torch.SymFloat)
 
 
 def _whole(x: Any) -> bool:
