@@ -299,14 +299,22 @@ def test_torch_func_grad() -> None:
     leaf = q.clone().requires_grad_()
     expected = torch.autograd.grad(loss(leaf, "streaming"), leaf)[0]
     assert torch.allclose(torch.func.grad(loss)(q), expected, atol=1e-10)
-    with pytest.raises(ValueError, match=r"torch.func.grad; reference can"):
+    with pytest.raises(ValueError, match=r"torch.func.grad, jvp and their like; reference can"):
         torch.func.grad(loss)(q, "streaming")
 
 
-def test_vmap_of_dropout_is_refused() -> None:
-    q = torch.randn(3, 2, 2, 5, 4)
-    with pytest.raises(ValueError, match="vmap"):
-        torch.func.vmap(lambda x: scaled_dot_product_attention(x, x, x, dropout_p=0.5), randomness="same")(q)
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_vmap_of_dropout_is_for_those_that_serve_it(randomness: str) -> None:
+    q, ones = torch.randn(3, 2, 2, 5, 4), torch.ones(2, 2, 5, 4)
+
+    def dropped(x: Tensor, impl: str = "auto") -> Tensor:
+        return scaled_dot_product_attention(x, x, ones, dropout_p=0.5, impl=impl)
+
+    found = torch.func.vmap(dropped, randomness=randomness)(q)
+    assert 0.0 < float(found.mean()) < 2.0
+    assert torch.unique(found).numel() > 5
+    with pytest.raises(ValueError, match=r"dropout under torch.func.vmap; reference, stock can"):
+        torch.func.vmap(lambda x: dropped(x, "streaming"), randomness=randomness)(q)
 
 
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["static", "dynamic"])
@@ -329,7 +337,7 @@ def test_compiles_whole_forward_and_backward_streaming(dynamic: bool) -> None:
     assert not dynamic or compilations[0] == compilations[-1]
 
 
-@pytest.mark.parametrize("impl", ["reference", "streaming", "stock"])
+@pytest.mark.parametrize("impl", ["reference", "streaming"])
 @pytest.mark.parametrize("with_min", [False, True])
 def test_row_stats(impl: str, with_min: bool) -> None:
     q, k, _ = inputs(torch.float32)
@@ -345,6 +353,12 @@ def test_row_stats(impl: str, with_min: bool) -> None:
     (found,) = torch.autograd.grad(stats.entropy.sum() + stats.lse.sum(), q, retain_graph=True)
     (wanted,) = torch.autograd.grad(expected.entropy.sum() + expected.lse.sum(), q)
     close(found, wanted, 2e-5, "dq")
+
+
+def test_row_stats_have_no_stock_way() -> None:
+    q, k, _ = inputs(torch.float32)
+    with pytest.raises(ValueError, match="serve row_stats; reference and streaming and triton can"):
+        row_stats(q, k, enable_gqa=True, impl="stock")
 
 
 def test_blocks_are_small_in_the_tests_that_say_so(small_blocks: blocks.Sizes) -> None:

@@ -41,6 +41,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scale": "one"}, ValueError, "expected scale to be a finite number"),
     ({"dropout_p": "a"}, ValueError, "dropout_p"),
     ({"scale": math.nan}, ValueError, "scale"),
+    (
+        {"scale": torch.tensor(0.3, requires_grad=True)},
+        TypeError,
+        "scale to be a number, got a tensor; learn it",
+    ),
+    ({"softcap": torch.ones(2)}, TypeError, "expected softcap to be a number, got a tensor"),
+    ({"dropout_p": torch.ones(2)}, ValueError, "dropout_p"),
+    ({"query": torch.randn(1, 2, 5, 4).to_sparse()}, TypeError, "expected query to be a dense tensor"),
+    ({"key_lengths": torch.tensor([[3]])}, ValueError, r"key_lengths of shape \(1,\), .* got \(1, 1\)"),
     ({"dropout_p": 1.5}, ValueError, "dropout_p"),
     ({"attn_mask": torch.ones(3, 3, dtype=torch.bool)}, ValueError, "broadcast"),
     ({"attn_mask": torch.ones(5, 5, dtype=torch.int64)}, TypeError, "boolean"),
@@ -211,6 +220,47 @@ def test_a_wider_mask_is_read_alike(lowest: float) -> None:
     assert torch.equal(results[0].stats.count, results[1].stats.count)
     hidden = scaled_dot_product_attention(q, k, v, mask > -1e30, enable_gqa=True, return_stats=True)
     assert torch.equal(results[0].stats.count, hidden.stats.count)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # by the interpreter, in a row of nothing but NaN
+@pytest.mark.parametrize("impl", ["reference", "streaming", "triton"])
+def test_what_is_no_number_in_a_mask_hides_no_key(impl: str, request: pytest.FixtureRequest) -> None:
+    """As in torch, such a row gives no numbers, and others are not touched."""
+    if impl == "triton":
+        request.getfixturevalue("triton_everywhere")
+    q, k, v = (x.detach() for x in inputs(torch.float32))
+    mask = torch.randn(9, 11)
+    mask[4, 3], mask[6], mask[7, 2] = math.nan, math.nan, -math.inf
+    found = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, impl=impl)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert expected.isnan()[:, :, [4, 6]].all()
+
+
+@pytest.mark.parametrize("window", [10**30, (10**30, 10**30)])
+def test_a_window_may_be_wider_than_any_number(window: Any) -> None:
+    q, k, v = (x.detach() for x in inputs(torch.float32))
+    found = scaled_dot_product_attention(q, k, v, enable_gqa=True, window=window)
+    assert torch.equal(found, scaled_dot_product_attention(q, k, v, enable_gqa=True, impl="streaming", window=10**6))
+
+
+@pytest.mark.parametrize("beta", [-1.0, 1e-3, 1e-6, 1e-9])
+@pytest.mark.parametrize("what", ["window", "softcap", "attn_mask"])
+@pytest.mark.usefixtures("small_blocks")
+def test_negative_and_small_betas_by_streaming(what: str, beta: float) -> None:
+    """Block by block, as far as powers are numbers; beta's gradient keeps its digits."""
+    option: Any = {what: {"window": 4, "softcap": 30.0, "attn_mask": torch.ones(9, 11).tril() > 0}[what]}
+    given = [x.detach() for x in inputs(torch.float64)]
+
+    def found(impl: str, dtype: torch.dtype) -> Any:
+        q, k, v = (x.to(dtype).requires_grad_() for x in given)
+        betas = torch.full(given[0].shape[:3], beta, dtype=dtype).requires_grad_()
+        out = scaled_dot_product_attention(q, k, v, policy=lambda _: betas, enable_gqa=True, impl=impl, **option)
+        return out, *torch.autograd.grad(out.square().sum() + out.sum(), [q, k, v, betas])
+
+    pairs = zip(found("streaming", torch.float32), found("reference", torch.float64), strict=True)
+    for name, (ours, exact) in zip(("out", "dq", "dk", "dv", "dbeta"), pairs, strict=True):
+        close(ours.double(), exact, 2e-5, name)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "streaming", "stock"])

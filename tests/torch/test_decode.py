@@ -222,6 +222,11 @@ def test_without_pages_there_is_nothing(most: int) -> None:
     assert isinstance(output, Tensor)
     assert output.shape == (2, 4, 2, 24)
     assert bool((output == 0).all())
+    if most:
+        with pytest.raises(ValueError, match="expected block_table to name no page, since there is none, got 0"):
+            paged_decode_attention(Q, keys, values, table, lengths_of([0, 1]))
+    with pytest.raises(ValueError, match="pages of at least one key"):
+        paged_decode_attention(Q, torch.empty(3, 0, 2, 16), torch.empty(3, 0, 2, 24), table, lengths_of([0, 0]))
 
 
 def test_the_head_size_that_is_too_large_is_named() -> None:
@@ -245,7 +250,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "same heads and capacity, got key": ((Q, K[:1], V), {}),
     "head size 16, got 8": ((Q, K[..., :8], V), {}),
     "multiple of the cache's 2 heads, got 3": ((Q[:, :3], K, V), {}),
-    "one floating-point type": ((Q, K.half(), V), {}),
+    "of one type": ((Q, K.half(), V), {}),
+    "bfloat16, float32 or float64, got torch.float8": (tuple(x.to(torch.float8_e4m3fn) for x in (Q, K, V)), {}),
     "cache_lengths to be a tensor of whole numbers, got torch.bool": ((Q, K, V, torch.tensor([True, True])), {}),
     "cache_lengths to be a tensor of whole numbers, got list": ((Q, K, V, [1, 2]), {}),
     "expected key to be a torch tensor, got NoneType": ((Q, None, V), {}),

@@ -156,6 +156,21 @@ def test_state_dict_of_torch_with_a_learnable_policy() -> None:
     [
         ({"num_heads": 3}, {}, "embed_dim to be a multiple of num_heads, got 8 and 3"),
         ({"kdim": 6}, {}, r"expected key with 6 columns, got \(3, 2, 8\)"),
+        ({"num_heads": "two"}, {}, "multiple of num_heads, got 8 and 'two'"),
+        ({"dropout": 2.0}, {}, "dropout_p to be between 0 and 1, got 2.0"),
+        ({}, {"query": None}, "expected query to be a torch tensor, got NoneType"),
+        (
+            {},
+            {"key": torch.randn(3, 2, 8).half()},
+            "key of the module's type torch.float32, got torch.float16",
+        ),
+        (
+            {},
+            {"query": torch.randn(3, 2, 8, device="meta")},
+            "query on the module's device cpu, got it on meta",
+        ),
+        ({}, {"key": torch.randn(4, 2, 8)}, r"key and value alike .* got shapes \(4, 2, 8\) and \(3, 2, 8\)"),
+        ({}, {"query": torch.randn(3, 1, 8)}, r"one batch size, on axis 1, got shapes \(3, 1, 8\) and \(3, 2, 8\)"),
         ({"impl": "fast"}, {}, "auto, reference, streaming, triton, stock"),
         ({}, {"attn_mask": torch.zeros(2, 3, 3)}, r"\(3, 3\) or \(4, 3, 3\)"),
         ({}, {"key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)}, r"key_padding_mask of shape \(2, 3\)"),
@@ -168,7 +183,19 @@ def test_state_dict_of_torch_with_a_learnable_policy() -> None:
 def test_bad_input_is_refused_in_one_sentence(make: dict[str, Any], call: dict[str, Any], words: str) -> None:
     x = torch.randn(3, 2, 8)
     with pytest.raises((TypeError, ValueError), match=words):
-        MultiheadAttention(8, **{"num_heads": 2, **make})(x, x, x, **call)
+        MultiheadAttention(8, **{"num_heads": 2, **make})(**{"query": x, "key": x, "value": x, **call})
+
+
+def test_it_says_its_policy() -> None:
+    learnable = Learnable(sharpmax.LearnableTemperature(heads=2))
+    for policy, words in ((sharpmax.Constant(2.0), "policy=Constant(beta=2.0)"), (learnable, "LearnableTemperature")):
+        assert words in repr(MultiheadAttention(8, 2, policy=policy))
+
+
+@pytest.mark.parametrize("name", ["learned", "ssmax", "entmax", "asentmax", "differential", "threshold_relative"])
+def test_parameters_of_a_mechanism_are_made_where_the_others_are(name: str) -> None:
+    module = MultiheadAttention(8, 2, mechanism=name, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

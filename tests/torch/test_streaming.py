@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sharpmax.torch import blocks, streaming
+from sharpmax.torch import blocks, stock_on_cpu, streaming
 from sharpmax.torch.geometry import Geometry
 
 PEAK = """
@@ -74,7 +74,7 @@ def test_keys_out_of_the_band_are_never_multiplied_streaming(monkeypatch: pytest
 def test_torch_kernel_where_it_does_the_same(serves: bool, geometry: Geometry, change: dict[str, Any]) -> None:
     x = torch.randn(1, 2, 6, 4)
     call = {"beta": torch.ones(1, 2, 6), "mask": None, "key_lengths": None, "dropout_p": 0.0} | change
-    assert streaming.stock_serves(x, x, x, geometry=geometry, **call) is serves
+    assert stock_on_cpu.serves(x, x, x, geometry=geometry, **call) is serves
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -84,7 +84,7 @@ def test_torch_kernel_and_own_blocks_agree(causal: bool, monkeypatch: pytest.Mon
     results = []
     for own in (False, True):
         if own:
-            monkeypatch.setattr(streaming, "stock_serves", lambda *a: False)
+            monkeypatch.setattr(stock_on_cpu, "serves", lambda *a: False)
         out, lse = streaming.attend(q, k, v, beta, geometry)
         gradients = streaming.attend_backward(q, k, v, beta, geometry, out, lse, g, need_beta=True)
         results.append([out, lse, *gradients[:4]])

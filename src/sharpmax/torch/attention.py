@@ -82,10 +82,11 @@ def scaled_dot_product_attention(
       scale: what products of query and key are multiplied by; ``1 / sqrt(D)`` if not given.
       enable_gqa: allow more heads of the query than of the key; keys and values are not repeated in memory.
       policy: maps :class:`~sharpmax.RowStats` ``[B, Hq, Lq]`` to beta; any callable, module or built-in policy.
-        Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. Betas should not
-        be negative: ``"triton"`` does not look, and may give infinities or NaN for them. Rows of infinite beta are
-        hard, uniform over their largest logits, with ``"reference"`` and ``"streaming"``; ``"triton"`` and ``"stock"``
-        refuse :class:`~sharpmax.Hard`, and take 10,000 for an infinity that any other policy gives.
+        Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. Betas should not be negative:
+        ``"triton"`` does not look, and may give infinities or NaN for them, as the others do where powers grow too
+        large. Rows of infinite beta are hard, uniform over their largest logits, with ``"reference"`` and
+        ``"streaming"``; ``"triton"`` and ``"stock"`` refuse :class:`~sharpmax.Hard`, and take 10,000 for an infinity
+        that any other policy gives.
       mechanism: what makes weights of logits in the place of softmax and policy: a name of
         ``sharpmax.mechanisms.MECHANISMS``, a mechanism (with the parameters that it starts from, if it has any), or a
         :class:`~sharpmax.torch.Learnable` that holds them. The default policy is not used then, and any other is
@@ -123,7 +124,7 @@ def scaled_dot_product_attention(
     if held is not None:
         return inputs.restore(mechanisms.attention(held, inputs, dropout_p, impl))
     may_round = impl == "auto" and not choice.own_kernels_pay(inputs, policy, dropout_p, return_stats)
-    chosen = choice.choose(impl, inputs, policy, may_round=may_round)
+    chosen = choice.choose(impl, inputs, policy, may_round=may_round, drops=dropout_p > 0)
     with full_precision(inputs.q):
         if not return_stats:
             if (beta := _beta_without_statistics(inputs, policy)) is not None:
@@ -163,7 +164,7 @@ def row_stats(
         query, key, None, attn_mask, key_lengths, is_causal=is_causal, scale=scale, window=window, softcap=softcap,
         enable_gqa=enable_gqa,
     )  # fmt: skip
-    chosen = choice.choose(impl, inputs, None)
+    chosen = choice.choose(impl, inputs, None, among=("reference", "streaming", "triton"), what="row_stats")
     with full_precision(inputs.q):
         stats = _statistics(inputs, chosen, with_min)
     return RowStats(*(None if field is None else inputs.restore(field) for field in stats))

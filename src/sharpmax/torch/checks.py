@@ -21,6 +21,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 """The types of whole numbers."""
 
+WIDEST = 1 << 48
+"""More keys than there can be: wider windows are as wide."""
 Causal = bool | Literal["lower_right"]
 Window = int | tuple[int, int] | None
 
@@ -289,9 +291,10 @@ def band(window: Any) -> tuple[int, int]:
     if window is None:
         return ALL, ALL
     if _whole(window) and window >= 1:
-        return int(window) - 1, int(window) - 1
+        wide = min(int(window) - 1, WIDEST)
+        return wide, wide
     if isinstance(window, tuple | list) and len(window) == 2 and all(_whole(w) and w >= ALL for w in window):
-        return int(window[0]), int(window[1])
+        return min(int(window[0]), WIDEST), min(int(window[1]), WIDEST)
     raise ValueError(
         f"expected window to be a whole number of at least 1, or (left, right), -1 for all, got {window!r}"
     )

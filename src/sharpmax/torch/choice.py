@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.policies import Detached, Policy, is_hard, lowered
-from .checks import Inputs, forward_mode, has_tangent, needs_gradient
+from .checks import Inputs, forward_mode, has_tangent, needs_gradient, transformed
 from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
@@ -29,6 +29,7 @@ def choose(
     policy: Policy | None,
     *,
     may_round: bool = False,
+    drops: bool = False,
     among: tuple[str, ...] = IMPLEMENTATIONS[1:],
     what: str = "the call",
 ) -> str:
@@ -45,12 +46,13 @@ def choose(
     mask or key lengths, and with values as wide as queries. There the error of the output was measured at 3 times that
     of stock attention on ``beta * query``, and is held to 4 times.
 
-    ``among`` are the implementations that there are of ``what`` is asked for.
+    ``among`` are the implementations that there are of ``what`` is asked for, and ``drops`` says whether weights are
+    dropped.
     """
     check_impl(impl, among)
 
     def serves(name: str) -> bool:
-        return name in among and not _refusal(name, inputs, policy)
+        return name in among and not _refusal(name, inputs, policy, drops)
 
     if impl == "auto":
         if may_round and _stock_is_fast(inputs) and serves("stock") and serves("triton"):
@@ -63,7 +65,7 @@ def choose(
     if impl not in ("auto", *among):
         raise ValueError(f"impl={impl!r} does not serve {what}; {' and '.join(among)} can")
     can = [name for name in among if serves(name)] or ["scaled_dot_product_attention with impl='reference'"]
-    reason = _refusal("streaming" if impl == "auto" else impl, inputs, policy)
+    reason = _refusal("streaming" if impl == "auto" else impl, inputs, policy, drops)
     raise ValueError(f"impl={impl!r} does not serve {reason}; {', '.join(can)} can")
 
 
@@ -135,10 +137,12 @@ def own_kernels_pay(inputs: Inputs, policy: Policy, dropout_p: float, return_sta
     return hopper_backward.pays(q, k, geometry.banded, count) and not hopper_backward.refusal(q, k, v, geometry, form)
 
 
-def _refusal(impl: str, inputs: Inputs, policy: Policy | None) -> str:
+def _refusal(impl: str, inputs: Inputs, policy: Policy | None, drops: bool) -> str:
     """What of a call ``impl`` does not serve, empty if it serves all of it."""
     if impl != "reference" and _differentiated_by_func():
-        return "torch.func.grad"
+        return "torch.func.grad, jvp and their like"
+    if impl in ("streaming", "triton") and drops and transformed():
+        return "dropout under torch.func.vmap"
     if impl != "reference" and forward_mode() and has_tangent(*inputs, *_parameters(policy)):
         return "differentiation in forward mode"
     if impl == "triton":

@@ -20,6 +20,7 @@ from ..core.stats import RowStats, row_stats
 from .attention import Attention, row_betas
 from .blocks import accumulation
 from .checks import (
+    DTYPES,
     WHOLE,
     Window,
     check_policy,
@@ -136,6 +137,8 @@ def paged_decode_attention(
             "expected key_cache and value_cache of shapes [pages, page size, heads, head size], alike but for the "
             f"last, got {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         )
+    if key_cache.shape[1] == 0:
+        raise ValueError(f"expected key_cache to have pages of at least one key, got shape {tuple(key_cache.shape)}")
     table = _whole_numbers("block_table", block_table)
     if table is None:
         raise TypeError("expected block_table to be a tensor of whole numbers, got NoneType")
@@ -212,10 +215,10 @@ def _check_cache(query: Tensor, cache: _Cache) -> None:
         raise ValueError(f"expected keys of query's head size {query.shape[3]}, got {key.shape[3]}")
     if heads < 1 or query.shape[1] % heads != 0:
         raise ValueError(f"expected query to have a multiple of the cache's {heads} heads, got {query.shape[1]}")
-    if not (query.dtype == key.dtype == value.dtype) or not query.dtype.is_floating_point:
+    if not (query.dtype == key.dtype == value.dtype) or query.dtype not in DTYPES:
         raise TypeError(
-            f"expected query, key and value of one floating-point type, got {query.dtype}, {key.dtype} and "
-            f"{value.dtype}"
+            "expected query, key and value of one type, float16, bfloat16, float32 or float64, got "
+            f"{query.dtype}, {key.dtype} and {value.dtype}"
         )
     if cache.lengths is not None and cache.lengths.shape != query.shape[:1]:
         raise ValueError(f"expected cache_lengths of shape [{query.shape[0]}], got shape {tuple(cache.lengths.shape)}")
@@ -317,17 +320,19 @@ def _gathered(pages: Tensor, cache: _Cache, left: int, queries: int) -> Tensor:
     assert cache.table is not None
     assert cache.lengths is not None
     most, size = cache.table.shape[1], pages.shape[1]
-    if pages.shape[0] == 0 or most == 0:
-        return pages.new_zeros((len(cache.table), pages.shape[2], most * size, pages.shape[3]))
     starts = torch.arange(most, device=pages.device) * size
     lengths = _valid(cache.lengths, most * size)[:, None]
     visible = starts < lengths
     if left != ALL:
         visible = visible & (starts + size > lengths - queries - left)
-    table = torch.where(visible, cache.table, 0)
-    if readable(table) and not bool(((table >= 0) & (table < len(pages))).all()):
-        wrong = table[(table < 0) | (table >= len(pages))][0]
-        raise ValueError(f"expected block_table to name pages from 0 to {len(pages) - 1}, got {int(wrong)}")
+    table = cache.table
+    wrong = visible & ((table < 0) | (table >= len(pages)))
+    if readable(wrong) and bool(wrong.any()):
+        there = f"pages from 0 to {len(pages) - 1}" if len(pages) else "no page, since there is none"
+        raise ValueError(f"expected block_table to name {there}, got {int(table[wrong][0])}")
+    if most == 0 or len(pages) == 0:
+        return pages.new_zeros((len(table), pages.shape[2], most * size, pages.shape[3]))
+    table = torch.where(visible, table, 0)
     held = pages[table].masked_fill(~visible[..., None, None, None], 0.0)
     return held.flatten(1, 2).transpose(1, 2)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core.policies import PAPER, Policy
 from ..mechanisms import Mechanism, find
 from .attention import scaled_dot_product_attention
-from .checks import check_policy
+from .checks import check_dropout, check_policy, misfit, under_autocast
 from .choice import check_impl
 from .learnable import Learnable
 from .mechanisms import settled
@@ -52,8 +52,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         if add_bias_kv or add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn are not served; append the key yourself")
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
-            raise ValueError(f"expected embed_dim to be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        whole = all(isinstance(n, int) and n > 0 for n in (embed_dim, num_heads))
+        if not whole or embed_dim % num_heads:
+            raise ValueError(f"expected embed_dim to be a multiple of num_heads, got {embed_dim!r} and {num_heads!r}")
+        check_dropout(dropout)
         check_policy(policy)
         check_impl(impl)
         chosen = None if mechanism is None else settled(mechanism, policy)
@@ -62,7 +64,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             dtype=dtype,
         )  # fmt: skip
         self.policy = policy
-        self.mechanism = _learnable(mechanism)
+        self.mechanism = _learnable(mechanism, self.out_proj.weight)
         self.maps = 1 if chosen is None or chosen.held is None else chosen.held.mechanism.maps
         self.windowed = chosen is not None and chosen.size is not None
         self.impl = impl
@@ -100,11 +102,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if need_weights:
             raise ValueError("attention weights are never formed here; call with need_weights=False")
+        self._check(query=query, key=key, value=value)
         if query.is_nested or key.is_nested or value.is_nested:
             return self._nested(query, key, value, key_padding_mask, attn_mask, is_causal), None
         batched = query.ndim == 3
         if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim:
-            raise ValueError(f"expected query, key and value with 2 or 3 axes each, got {tuple(query.shape)}")
+            raise misfit("query, key and value with 2 or 3 axes each", [query, key, value])
+        if key.shape[:-1] != value.shape[:-1]:
+            raise misfit("key and value alike but for their columns", [key, value])
+        if batched and query.shape[1 - self.batch_first] != key.shape[1 - self.batch_first]:
+            raise misfit(f"query and key of one batch size, on axis {1 - self.batch_first}", [query, key])
         for name, x, columns in (
             ("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim),
         ):  # fmt: skip
@@ -122,6 +129,21 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             output = output.transpose(0, 1)
         return self.out_proj(output), None
+
+    def extra_repr(self) -> str:
+        """The policy, for ``repr``; one with parameters is shown as a submodule."""
+        return "" if self.mechanism is not None or isinstance(self.policy, nn.Module) else f"policy={self.policy!r}"
+
+    def _check(self, **tensors: Any) -> None:
+        """Refuse what a product with the weights would not take."""
+        weight = self.out_proj.weight
+        for name, x in tensors.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"expected {name} to be a torch tensor, got {type(x).__name__}")
+            if x.device != weight.device:
+                raise ValueError(f"expected {name} on the module's device {weight.device}, got it on {x.device}")
+            if x.dtype != weight.dtype and under_autocast(x)[0].dtype != under_autocast(weight)[0].dtype:
+                raise TypeError(f"expected {name} of the module's type {weight.dtype}, got {x.dtype}")
 
     def _attended(
         self,
@@ -207,9 +229,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         return padding if mask is None else mask + padding
 
 
-def _learnable(mechanism: Mechanism | Learnable | str | None) -> Mechanism | Learnable | None:
-    """A module for a mechanism with parameters."""
+def _learnable(mechanism: Mechanism | Learnable | str | None, like: Tensor) -> Mechanism | Learnable | None:
+    """A module for a mechanism with parameters, where ``like`` is and of its type."""
     if mechanism is None or isinstance(mechanism, Learnable):
         return mechanism
     found = find(mechanism)
-    return Learnable(found) if found.initial() else found
+    return Learnable(found).to(like.device, like.dtype) if found.initial() else found

@@ -67,8 +67,8 @@ def _check_impl(impl: str) -> None:
 def no_second_derivative(*_: Any) -> Any:
     """The backward of a backward operator."""
     raise NotImplementedError(
-        "a second derivative is served by scaled_dot_product_attention with impl='reference' only; the other "
-        "implementations have the first alone"
+        "a second derivative is served by scaled_dot_product_attention and row_stats with impl='reference' only; the "
+        "other implementations have the first alone"
     )
 
 
@@ -313,8 +313,8 @@ def attend_backward(
             return dq, dk, dv, nothing(lse) if d_beta is None else d_beta, nothing(q)
         if cu_q is None:
             dq, dk, dv, d_beta, dmask = streaming.attend_backward(
-                q, k, v, beta, geometry, out, lse, grad_out, mask=mask, key_lengths=key_lengths, need_beta=need_beta,
-                need_mask=need_mask, **drop,
+                q, k, v, beta, geometry, out, lse, grad_out, row_max=row_max, mask=mask, key_lengths=key_lengths,
+                need_beta=need_beta, need_mask=need_mask, **drop,
             )  # fmt: skip
             d_beta = nothing(lse) if d_beta is None else _like(d_beta, lse)
             return _like(dq, q), _like(dk, k), _like(dv, v), d_beta, _mask_gradient(dmask, mask, q)
@@ -323,8 +323,9 @@ def attend_backward(
         for queries, keys in _documents(cu_q, cu_k, q, k):
             part = (q[:, :, queries], k[:, :, keys], v[:, :, keys], beta[:, :, queries])
             results = (x[:, :, queries] for x in (out, lse, grad_out))
+            top = None if row_max is None else row_max[:, :, queries]
             dq[:, :, queries], dk[:, :, keys], dv[:, :, keys], found, _ = streaming.attend_backward(
-                *part, geometry, *results, need_beta=need_beta, **drop
+                *part, geometry, *results, row_max=top, need_beta=need_beta, **drop
             )
             if d_beta is not None and found is not None:
                 d_beta[:, :, queries] = found
@@ -379,7 +380,7 @@ def folded(op: Any, batched: int, mask: int, whole: tuple[int, ...]) -> Any:
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         if any(arguments[i] is not None for i in whole):
-            raise ValueError("torch.func.vmap does not map over packed documents or dropout; loop over them instead")
+            raise ValueError("torch.func.vmap does not map over packed documents; loop over them instead")
         n = info.batch_size
         mapped: list[Any] = [
             x if i >= batched or x is None else x.expand(n, *x.shape) if axis is None else x.movedim(axis, 0)

@@ -12,14 +12,14 @@ Plain functions of tensors, without autograd: :mod:`.ops` makes operators of the
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.stats import ZERO_EXPONENT
-from .blocks import Block, Call, Rows, Span, accumulation, add_product, hidden_logit, product
-from .geometry import ALL, Geometry, visible_counts
+from . import stock_on_cpu
+from .blocks import Block, Call, Rows, Span, add_product, hidden_logit, product
+from .geometry import Geometry, visible_counts
 
 LOG2E = math.log2(math.e)
 SMALLEST_BETA = 1e-6
@@ -118,8 +118,8 @@ def attend(
 
     Rows of infinite beta are hard: uniform over their maxima. Their second result means nothing.
     """
-    if stock_serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
-        return _stock(q, k, v, beta, geometry)
+    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
+        return stock_on_cpu.attend(q, k, v, beta, geometry)
     call = Call(q, k, v, geometry, mask, key_lengths)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=call.dtype)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=call.dtype)
@@ -134,7 +134,7 @@ def attend(
             for keys in rows.keys:
                 block = span.logits(query, rows, keys)
                 higher = torch.maximum(top, block.logits.amax(-1, keepdim=True))
-                fade = factor.exponent(top - higher).exp_()
+                fade = factor.exponent(top - higher).exp_().masked_fill_(total == 0, 0.0)  # beta may be negative
                 w = factor.exponent(block.logits.sub_(higher))
                 span.fill(w, block.hidden, -math.inf)
                 total = total.mul_(fade).add_(w.exp_().sum(-1, keepdim=True))
@@ -157,6 +157,7 @@ def attend_backward(
     lse: Tensor,
     grad_out: Tensor,
     *,
+    row_max: Tensor | None = None,
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -164,9 +165,12 @@ def attend_backward(
     need_beta: bool = False,
     need_mask: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of query, key, value and, if asked for, beta and mask."""
-    if stock_serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
-        return *_stock_backward(q, k, v, beta, geometry, out, lse, grad_out, need_beta), None
+    """The gradients of query, key, value and, if asked for, beta and mask.
+
+    That of a small beta is exact where ``row_max`` is given, the maxima of logits.
+    """
+    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
+        return *stock_on_cpu.backward(q, k, v, beta, geometry, out, lse, grad_out, need_beta), None
     call = Call(q, k, v, geometry, mask, key_lengths)
     gradients = _Gradients(call, need_mask)
     grad_value = torch.zeros_like(v)
@@ -179,7 +183,8 @@ def attend_backward(
             query, do = span.query(rows), span.of_rows(grad_out, rows).to(call.dtype)
             delta = (do * span.of_rows(out, rows)).sum(-1, keepdim=True)
             factor = _Factor(span.of_rows(beta, rows)[..., None])
-            centre, constant = _normaliser(span, rows, query, factor, span.of_rows(lse, rows)[..., None])
+            of_rows = span.of_rows(lse, rows)[..., None]
+            centre, constant = _normaliser(span, rows, query, factor, of_rows, row_max)
             dq, d_beta = torch.zeros_like(query), torch.zeros_like(delta)
             for keys in rows.keys:
                 block = span.logits(query, rows, keys, slope=True)
@@ -198,7 +203,7 @@ def attend_backward(
                 gradients.add(span, rows, keys, g.mul_(factor.slope), block, query, dq, dk)
             span.put_rows(gradients.dq, rows, dq.mul_(geometry.scale))
             if grad_beta is not None:
-                span.put_rows(grad_beta, rows, d_beta.masked_fill_(factor.hard, 0.0).squeeze(-1))
+                span.put_rows(grad_beta, rows, d_beta.squeeze(-1))
         span.put_keys(gradients.dk, dk)
         span.put_keys(grad_value, dv)
     return gradients.dq, gradients.dk, grad_value, grad_beta, gradients.dmask
@@ -269,20 +274,27 @@ class _Factor:
         return t.mul_(self.beta)
 
 
-def _normaliser(span: Span, rows: Rows, query: Tensor, factor: _Factor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _normaliser(
+    span: Span, rows: Rows, query: Tensor, factor: _Factor, lse: Tensor, row_max: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The ``centre`` and ``constant`` of ``w = exp(beta * (z - centre) + constant)``.
 
     The centre is ``lse / beta``, near the largest logit: subtracting it first keeps the digits that a common offset of
-    the logits would take. For hard rows it is the maximum itself, and the constant counts how often it occurs.
+    the logits would take. With a beta below 1 that is further and further away; there it is the largest logit, where
+    that is known. For hard rows it is the maximum, too, and the constant counts how often it occurs.
     """
-    empty, small = lse == -math.inf, factor.beta < SMALLEST_BETA
-    centre = torch.where(empty | small, 0.0, lse / factor.beta)
-    constant = torch.where(empty, hidden_logit(lse.dtype), torch.where(small, -lse, 0.0))
+    empty = lse == -math.inf
+    if row_max is None:
+        apart, top = factor.beta < SMALLEST_BETA, torch.zeros_like(lse)
+    else:
+        apart, top = factor.beta < 1.0, span.of_rows(row_max, rows)[..., None]
+    centre = torch.where(empty, 0.0, torch.where(apart, top, lse / factor.beta))
+    constant = torch.where(empty, hidden_logit(lse.dtype), torch.where(apart, factor.beta * top - lse, 0.0))
     if not factor.any_hard:
         return centre, constant
     top, ties = torch.full_like(centre, hidden_logit(lse.dtype)), torch.ones_like(centre)
-    for keys in rows.keys:
-        z = span.logits(query, rows, keys).logits
+    for block in rows.keys:
+        z = span.logits(query, rows, block).logits
         highest = z.amax(-1, keepdim=True)
         here = (z == highest).sum(-1, keepdim=True)
         ties = torch.where(highest > top, 0, ties) + torch.where(highest >= top, here, 0)
@@ -336,62 +348,3 @@ class _Gradients:
             dz.mul_(block.slope)
         add_product(dq, dz, span.key[:, slice(*keys)])
         add_product(dk[:, slice(*keys)], dz.mT, query)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# torch's own attention on beta * q
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def stock_serves(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry, mask: Tensor | None, key_lengths: Tensor | None,
-    dropout_p: float,
-) -> bool:  # fmt: skip
-    """Whether torch's own kernel on the CPU does the same on ``beta * q``, in float32 or float64."""
-    causal = geometry.left == ALL and geometry.right == 0 and (not geometry.lower_right or q.shape[2] == k.shape[2])
-    plain = mask is None and key_lengths is None and dropout_p == 0 and geometry.softcap == 0 and geometry.scale > 0
-    sizes = q.numel() > 0 and k.numel() > 0 and q.shape[-1] == v.shape[-1]
-    fits = q.device.type == "cpu" and plain and sizes and (causal or not geometry.banded)
-    return fits and bool(beta.isfinite().all())
-
-
-class _Prepared(NamedTuple):
-    """``beta * q``, keys and values as the kernel takes them: its columns must lie side by side."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    causal: bool
-
-
-def _prepared(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry) -> _Prepared:
-    dtype = accumulation(q.dtype)
-    wide = (q.to(dtype) * beta[..., None], k.to(dtype), v.to(dtype))
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in wide)
-    return _Prepared(query, key, value, geometry.right == 0)
-
-
-def _stock(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    x = _prepared(q, k, v, beta, geometry)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = kernel(x.q, x.k, x.v, 0.0, x.causal, scale=geometry.scale)
-    return out.contiguous(), lse.contiguous()
-
-
-def _stock_backward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry, out: Tensor, lse: Tensor, grad_out: Tensor,
-    need_beta: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """With ``dx`` the gradient of ``x = beta * q``: that of q is ``beta * dx``, that of beta ``<dx, q>``."""
-    x = _prepared(q, k, v, beta, geometry)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dx, dk, dv = kernel(
-        grad_out.to(x.q.dtype).contiguous(), x.q, x.k, x.v, out, lse, 0.0, x.causal, scale=geometry.scale
-    )
-    d_beta = (dx * q).sum(-1) if need_beta else None
-    return (
-        (dx * beta[..., None]).to(q.dtype).contiguous(),
-        dk.to(k.dtype).contiguous(),
-        dv.to(v.dtype).contiguous(),
-        d_beta,
-    )

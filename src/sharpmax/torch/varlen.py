@@ -134,6 +134,8 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Any, cu_k: An
                 else type(starts).__name__
             )
             raise ValueError(f"expected {name} to be a tensor [documents + 1] of whole numbers, got {of}")
+        if starts.device != query.device and starts.device.type != "cpu":
+            raise ValueError(f"expected {name} on the query's device {query.device}, got it on {starts.device}")
     if cu_q.shape != cu_k.shape:
         raise ValueError(f"expected as many documents of queries as of keys, got {len(cu_q) - 1} and {len(cu_k) - 1}")
     for name, starts, tokens in (("cu_seqlens_q", cu_q, len(query)), ("cu_seqlens_k", cu_k, len(key))):

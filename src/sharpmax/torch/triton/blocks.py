@@ -289,7 +289,7 @@ def logits(
             visible = visible & (entry != 0)
         else:
             bias = entry.to(tl.float32)
-            visible = visible & ((bias > limit) | (bias != bias))  # what is no number hides nothing
+            visible = visible & ~(bias <= limit)  # what is no number hides nothing
             raw = raw + tl.where(visible, bias, 0.0) * LOG2E
     return raw, visible, slope
 
