@@ -18,13 +18,16 @@ from torch.nn.functional import scaled_dot_product_attention as stock_attention
 
 import sharpmax
 from benchmarks.figure4 import torch_figure4
-from sharpmax.torch import scaled_dot_product_attention
+from sharpmax.torch import choice, scaled_dot_product_attention
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 SHAPE = (3, 16, 2048) if ON_GPU else (1, 2, 512)
-LIMITS = {"streaming": 2.0, "stock": 4.0} | ({"auto": 2.0, "triton": 2.0} if ON_GPU else {})
-LIMITS_OF_SHARP_ROWS = LIMITS | {"stock": 5.0}
+GENERATION = choice.compute_capability(torch.device("cuda")) if ON_GPU else 0
+ROUNDS = GENERATION >= 9 and choice.hopper_processors(torch.device("cuda")) == 0
+"""Whether ``"auto"`` is ``"stock"`` for calls of that size."""
+LIMITS = {"streaming": 2.0, "stock": 4.0} | ({"auto": 4.0 if ROUNDS else 2.0, "triton": 2.0} if ON_GPU else {})
+LIMITS_OF_SHARP_ROWS = {impl: 5.0 if limit == 4.0 else limit for impl, limit in LIMITS.items()}
 Found = tuple[Tensor, ...]
 
 

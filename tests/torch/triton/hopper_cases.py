@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from sharpmax.torch.geometry import Geometry
+from sharpmax.torch.triton import hopper_backward, prefill
 from tests.torch.triton.oracle import Case
 
 CAUSAL = Geometry(0.1, right=0)
@@ -40,3 +42,16 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 def device_there(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("gpu") and not ON_HOPPER:
         pytest.skip("needs a Hopper GPU")
+
+
+def forget_launches() -> None:
+    """What was worked out before, or with other numbers in the place of constants."""
+    for cache in (prefill._stats_launch, prefill._attend_launch, hopper_backward._serves_and_pays):
+        cache.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def launches_of_this_test_alone() -> Iterator[None]:
+    forget_launches()
+    yield
+    forget_launches()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +19,19 @@ from sharpmax.torch.geometry import ALL, Geometry
 from sharpmax.torch.triton import Tiles, hopper, prefill
 from sharpmax.torch.triton.launch import Form, Masks, form_of, shared_numbers
 from tests.torch.triton.compiled import printed
-from tests.torch.triton.hopper_cases import CASES, CAUSAL, NARROW, ON_HOPPER, WIDE, device_there
+from tests.torch.triton.hopper_cases import (
+    CASES,
+    CAUSAL,
+    NARROW,
+    ON_HOPPER,
+    WIDE,
+    device_there,
+    forget_launches,
+    launches_of_this_test_alone,
+)
 from tests.torch.triton.oracle import POLICY, Case, inputs, logits, stats
 
-__all__ = ["device_there"]
-
-
-@pytest.fixture(autouse=True)
-def launches_of_this_test_alone() -> Iterator[None]:
-    """What was worked out before, or with other numbers in the place of constants, is forgotten."""
-    prefill._stats_launch.cache_clear()
-    yield
-    prefill._stats_launch.cache_clear()
+__all__ = ["device_there", "launches_of_this_test_alone"]
 
 
 @pytest.mark.gpu
@@ -70,7 +70,7 @@ def test_the_order_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     given = inputs(case, torch.bfloat16, "cuda")
     whole = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
     monkeypatch.setattr(hopper, "SECTION", 5 * 1300 * 64 * 2)
-    prefill._stats_launch.cache_clear()
+    forget_launches()
     parts = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True) if a is not None and b is not None)
 
@@ -158,7 +158,7 @@ def test_attention_takes_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> No
     ours = run()
     assert taken == [1]
     monkeypatch.setattr(hopper, "pays", lambda *_: False)
-    prefill._stats_launch.cache_clear()
+    forget_launches()
     portable = run()
     assert taken == [1]
     for a, b in zip(ours, portable, strict=True):
