@@ -15,7 +15,8 @@ from ..core.policies.base import Lowered
 from .checks import full_precision
 from .geometry import Geometry
 from .operator import operator
-from .ops import empty_output, empty_stats, folded, kernels, no_second_derivative, nothing
+from .ops import empty_output, empty_stats, kernels, no_second_derivative, nothing
+from .vmapped import folded
 
 
 def policy_numbers(lowered: Lowered) -> list[float]:

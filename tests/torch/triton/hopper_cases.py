@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
-from sharpmax.torch.geometry import Geometry
+from sharpmax.torch.geometry import ALL, Geometry
 from sharpmax.torch.triton import hopper_backward, prefill
 from tests.torch.triton.oracle import Case
 
@@ -35,6 +36,22 @@ CASES = (
     Case("many rounds", batch=8, heads=16, key_heads=16, queries=1300, keys=200, geometry=FULL, **WIDE),
     Case("many causal rounds", batch=8, heads=16, key_heads=16, queries=1300, keys=1300, geometry=CAUSAL, **WIDE),
 )
+
+
+@st.composite
+def random_cases(draw: st.DrawFn) -> Case:
+    """Calls of all kinds that the kernels serve."""
+    heads, key_heads = draw(st.sampled_from([(1, 1), (3, 1), (4, 2), (37, 37)]))
+    bands = [(ALL, False), (0, False), (0, True), (5, False), (300, True), (2**30, False)]
+    right, lower_right = draw(st.sampled_from(bands))
+    geometry = Geometry(draw(st.sampled_from([0.0, 1e-3, 0.1, 3.0])), right=right, lower_right=lower_right)
+    sizes = draw(st.sampled_from([NARROW, WIDE]))
+    return Case(
+        "random", heads=heads, key_heads=key_heads, queries=draw(st.integers(1, 700)), keys=draw(st.integers(1, 700)),
+        geometry=geometry, **sizes,
+    )  # fmt: skip
+
+
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from sharpmax.core.policies.base import Lowered
 from sharpmax.torch import scaled_dot_product_attention
-from sharpmax.torch.geometry import ALL, Geometry
+from sharpmax.torch.geometry import Geometry
 from sharpmax.torch.triton import Tiles, hopper, prefill
 from sharpmax.torch.triton.launch import Form, Masks, form_of, shared_numbers
 from tests.torch.triton.compiled import printed
@@ -28,6 +28,7 @@ from tests.torch.triton.hopper_cases import (
     device_there,
     forget_launches,
     launches_of_this_test_alone,
+    random_cases,
 )
 from tests.torch.triton.oracle import POLICY, Case, inputs, logits, stats
 
@@ -77,26 +78,12 @@ def test_the_order_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@for_all(
-    queries=st.integers(1, 700),
-    keys=st.integers(1, 700),
-    heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (37, 37)]),
-    band=st.sampled_from([(ALL, False), (0, False), (0, True), (5, False), (300, True), (2**30, False)]),
-    scale=st.sampled_from([0.0, 1e-3, 0.1, 3.0]),
-    width=st.sampled_from([64, 128]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-)
-def test_random_calls_are_those_of_the_portable_kernel(
-    queries: int, keys: int, heads: tuple[int, int], band: tuple[int, bool], scale: float, width: int, dtype: Any
-) -> None:
-    geometry = Geometry(scale, right=band[0], lower_right=band[1])
-    case = Case(
-        "random", heads=heads[0], key_heads=heads[1], queries=queries, keys=keys, geometry=geometry, width=width
-    )
+@for_all(case=random_cases(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+def test_random_calls_are_those_of_the_portable_kernel(case: Case, dtype: torch.dtype) -> None:
     made = inputs(case, dtype, "cuda")
-    ours, beta, scaled = prefill.row_stats_and_scaled_query(made.q, made.k, geometry, POLICY, config="hopper")
+    ours, beta, scaled = prefill.row_stats_and_scaled_query(made.q, made.k, case.geometry, POLICY, config="hopper")
     theirs, expected, _ = prefill.row_stats_and_scaled_query(
-        made.q, made.k, geometry, POLICY, config=Tiles(64, 64, 4, 2)
+        made.q, made.k, case.geometry, POLICY, config=Tiles(64, 64, 4, 2)
     )
     assert torch.equal(ours[4], theirs[4])
     assert torch.equal(ours[0].isinf(), theirs[0].isinf())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sharpmax.torch.geometry import ALL, Geometry
+from sharpmax.torch.geometry import Geometry
 from sharpmax.torch.triton import Tiles, hopper, prefill
 from tests.torch.triton.compiled import printed
 from tests.torch.triton.hopper_cases import (
@@ -26,6 +26,7 @@ from tests.torch.triton.hopper_cases import (
     device_there,
     forget_launches,
     launches_of_this_test_alone,
+    random_cases,
 )
 from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits
 
@@ -62,23 +63,8 @@ def test_it_gives_what_float64_and_the_portable_kernel_give(case: Case, dtype: t
 
 @pytest.mark.gpu
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@for_all(
-    queries=st.integers(1, 700),
-    keys=st.integers(1, 700),
-    heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (37, 37)]),
-    band=st.sampled_from([(ALL, False), (0, False), (0, True), (5, False), (300, True), (2**30, False)]),
-    scale=st.sampled_from([0.0, 1e-3, 0.1, 3.0]),
-    width=st.sampled_from([64, 128]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-)
-def test_random_calls_are_those_of_the_portable_kernel(
-    queries: int, keys: int, heads: tuple[int, int], band: tuple[int, bool], scale: float, width: int, dtype: Any
-) -> None:
-    geometry = Geometry(scale, right=band[0], lower_right=band[1])
-    case = Case(
-        "random", heads=heads[0], key_heads=heads[1], queries=queries, keys=keys, geometry=geometry, width=width,
-        value_width=width,
-    )  # fmt: skip
+@for_all(case=random_cases(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+def test_random_calls_are_those_of_the_portable_kernel(case: Case, dtype: torch.dtype) -> None:
     (out, lse), (expected, of_rows), _ = attended(inputs(case, dtype, "cuda"))
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(lse, of_rows, rtol=1e-4, atol=1e-3)
