@@ -174,3 +174,14 @@ def test_streaming_inside_of_shard_map() -> None:
     )
     for name, got, want in zip(("query", "key", "value"), found, expected, strict=True):
         close(got, want, 1e-6, name)
+
+
+@pytest.mark.parametrize("impl", ["reference", "streaming"])
+def test_what_is_no_number_in_a_bias_hides_no_key(impl: str) -> None:
+    """As in ``jax.nn``, such a row gives no numbers, and others are not touched."""
+    x = jnp.ones((1, 5, 2, 4))
+    bias = jnp.zeros((5, 5)).at[2, 3].set(jnp.nan).at[4, 1].set(-jnp.inf)
+    found = dot_product_attention(x, x, x, bias=bias, impl=impl)
+    expected = jax.nn.dot_product_attention(x, x, x, bias=bias[None, None])
+    assert bool((jnp.isnan(found) == jnp.isnan(expected)).all())
+    assert bool(jnp.isnan(expected[:, 2]).all())
