@@ -68,7 +68,7 @@ def test_errors_are_those_of_stock_attention(impl: str, causal: bool, width: int
 @pytest.mark.parametrize("impl", LIMITS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_errors_of_sharp_rows_are_too(impl: str, causal: bool) -> None:
-    """Rows of one nat and less, where the policy is steep: what rounds the output must not reach the gradient of beta.
+    """Rows of about one nat, where the policy is steep: what rounds the output must not reach the gradient of beta.
 
     The gradients of a rounded ``beta * q`` have more of it here.
     """

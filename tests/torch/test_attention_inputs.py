@@ -237,11 +237,27 @@ def test_what_is_no_number_in_a_mask_hides_no_key(impl: str, request: pytest.Fix
     assert expected.isnan()[:, :, [4, 6]].all()
 
 
-@pytest.mark.parametrize("window", [10**30, (10**30, 10**30)])
-def test_a_window_may_be_wider_than_any_number(window: Any) -> None:
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 10**30, (2**31 - 1, 2**31 - 1), (10**30, 0)], ids=str)
+@pytest.mark.parametrize("impl", ["reference", "streaming", "triton"])
+def test_a_window_may_be_wider_than_any_number(impl: str, window: Any, request: pytest.FixtureRequest) -> None:
+    if impl == "triton":
+        request.getfixturevalue("triton_everywhere")
     q, k, v = (x.detach() for x in inputs(torch.float32))
-    found = scaled_dot_product_attention(q, k, v, enable_gqa=True, window=window)
-    assert torch.equal(found, scaled_dot_product_attention(q, k, v, enable_gqa=True, impl="streaming", window=10**6))
+    found = scaled_dot_product_attention(q, k, v, enable_gqa=True, impl=impl, window=window)
+    narrower = (100, 0) if isinstance(window, tuple) and window[1] == 0 else 100
+    expected = scaled_dot_product_attention(q, k, v, enable_gqa=True, impl="reference", window=narrower)
+    close(found, expected, 2e-5, "output")
+
+
+def test_key_lengths_of_the_batch_axes() -> None:
+    """One number for each batch element, whatever their axes; under vmap, and without a batch, one number alone."""
+    x, lengths = torch.randn(2, 3, 2, 5, 4), torch.tensor([[1, 2, 3], [4, 5, 0]])
+    found = scaled_dot_product_attention(x, x, x, key_lengths=lengths)
+    y = x.flatten(0, 1)
+    flat = scaled_dot_product_attention(y, y, y, key_lengths=lengths.flatten())
+    assert torch.equal(found.flatten(0, 1), flat)
+    one = torch.func.vmap(lambda x, n: scaled_dot_product_attention(x, x, x, key_lengths=n))
+    torch.testing.assert_close(one(y, lengths.flatten()), flat)
 
 
 @pytest.mark.parametrize("beta", [-1.0, 1e-3, 1e-6, 1e-9])

@@ -6,6 +6,7 @@ import copy
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -203,3 +204,24 @@ def test_the_output_lies_side_by_side_in_memory(batch_first: bool) -> None:
     _, ours = pair(batch_first=batch_first)
     x = torch.randn(5, 2, 8)
     assert ours(x, x, x)[0].is_contiguous()
+
+
+class Wrapped(torch.nn.Module):
+    """An output projection without weights of its own to look at."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_the_output_projection_may_be_any_module() -> None:
+    """Inputs meet the other weights first."""
+    sizes: Any = (np.int64(8), np.int64(2))
+    x, module = torch.randn(3, 2, 8), MultiheadAttention(*sizes)
+    expected = module(x, x, x)[0]
+    wrapped: Any = Wrapped(module.out_proj)
+    module.out_proj = wrapped
+    assert torch.equal(module(x, x, x)[0], expected)

@@ -50,7 +50,7 @@ def stats_arguments(
 
 
 def attend_arguments(
-    kind: str, geometry: Geometry, dropout: float, dtype: torch.dtype = torch.float32
+    kind: str, geometry: Geometry, dropout: float, dtype: torch.dtype = torch.float32, rounded: bool = False
 ) -> tuple[Any, ...]:
     seed = torch.tensor(7) if dropout else None
     starts: Any = (None, None)
@@ -59,7 +59,7 @@ def attend_arguments(
     else:
         q, k, v = tensors(dtype)
     beta = (1 + torch.rand(q.shape[:-1], dtype=dtype)).requires_grad_()
-    return q, k, v, beta, None, *masks(kind, dtype), *starts, seed, geometry.numbers, dropout, "streaming"
+    return q, k, v, beta, None, *masks(kind, dtype), *starts, seed, geometry.numbers, dropout, "streaming", rounded
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "lengths", "packed"])
@@ -75,6 +75,24 @@ def test_opcheck_of_attend_streaming(kind: str, geometry: str) -> None:
     torch.library.opcheck(
         ops.attend.opaque, attend_arguments(kind, GEOMETRIES[geometry], 0.2 if geometry == "full" else 0.0)
     )
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "bias", "lengths", "packed"])
+def test_two_byte_outputs_are_rounded_where_that_was_asked_for(kind: str, rounded: bool) -> None:
+    """Forward; and backward an output of either kind is taken, whichever way it goes."""
+    for geometry in (GEOMETRIES["causal_softcap"], GEOMETRIES["full"]):
+        arguments = attend_arguments(kind, geometry, 0.0, torch.bfloat16, rounded)
+        torch.library.opcheck(ops.attend.opaque, arguments, test_utils=("test_schema", "test_faketensor"))
+        q, k, v, beta, *rest = (x.detach() if isinstance(x, Tensor) else x for x in arguments)
+        v, beta = torch.randn_like(k), beta.float()  # as wide as queries: torch's kernel for the CPU serves, too
+        found, lse = ops.attend(q, k, v, beta, *rest)
+        assert found.dtype == (torch.bfloat16 if rounded else torch.float32)
+        after = (geometry.numbers, 0.0, True, False, "streaming")
+        for out in (found, found.bfloat16()):
+            gradients = ops.attend_backward(q, k, v, beta, *rest[:6], out, lse, torch.ones_like(found), *after)
+            assert [x.dtype for x in gradients[:3]] == [torch.bfloat16] * 3
+            assert gradients[3].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "lengths", "packed"])

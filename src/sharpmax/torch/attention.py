@@ -16,7 +16,7 @@ from ..core.stats import RowStats
 from ..mechanisms import Mechanism
 from . import choice, fused, mechanisms, ops, reference, stock
 from .blocks import accumulation
-from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked, full_precision
+from .checks import Causal, Inputs, Window, check_dropout, check_policy, checked, full_precision, needs_gradient
 from .geometry import LARGEST_POLYNOMIAL, visible_counts
 from .learnable import Learnable
 
@@ -97,7 +97,8 @@ def scaled_dot_product_attention(
       window: ``w``: keys less than ``w`` positions away are seen (the ``w`` latest, if causal); or ``(left, right)``,
         how many keys before and after its own position a query sees, -1 for all.
       softcap: logits are ``softcap * tanh(logits / softcap)``, before the mask is added; beta multiplies the result.
-      key_lengths: ``[B]``; keys from there on are not seen, whatever they hold. Numbers are taken as within 0 and Lk.
+      key_lengths: ``[B]``, or of the query's batch axes; keys from there on are not seen, whatever they hold. Numbers
+        are taken as within 0 and Lk.
       impl: ``"reference"`` (all logits at once), ``"streaming"`` (any device), ``"triton"`` (GPU), ``"stock"`` (torch's
         own attention on ``beta * query``), or ``"auto"``: see :func:`.choice.choose`, and for mechanisms
         :func:`.mechanisms.choose`. An implementation that cannot serve a call says so.
@@ -268,6 +269,6 @@ def _attend(inputs: Inputs, beta: Tensor, row_max: Tensor | None, impl: str, dro
         impl = "streaming"
     output, _ = ops.attend(
         q, k, v, beta, row_max, mask, key_lengths, None, None, dropout_seed(dropout_p), geometry.numbers,
-        float(dropout_p), impl
+        float(dropout_p), impl, not needs_gradient(q, k, v, beta, mask),
     )  # fmt: skip
     return output.to(q.dtype)

@@ -21,7 +21,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 """The types of whole numbers."""
 
-WIDEST = 1 << 48
+WIDEST = 1 << 30
 """More keys than there can be: wider windows are as wide."""
 Causal = bool | Literal["lower_right"]
 Window = int | tuple[int, int] | None
@@ -69,7 +69,7 @@ def checked(
     query, key, value, attn_mask = under_autocast(query, key, value, attn_mask)
     _check_shapes(query, key, value, enable_gqa, maps)
     geometry = geometry_of(query, is_causal, scale, window, softcap)
-    batch, leading = product(query.shape[:-3]), tuple(query.shape[:-2])
+    leading = tuple(query.shape[:-2])
     heads = query.shape[-3] if query.ndim > 2 else 1
     logits = (*leading, query.shape[-2], key.shape[-2])
     if maps > 1:
@@ -77,7 +77,7 @@ def checked(
     q, k, v = (None if x is None else _four(x) for x in (query, key, value))
     assert q is not None
     assert k is not None
-    lengths = _lengths(key_lengths, batch, key.shape[-2], query.device)
+    lengths = _lengths(key_lengths, query.shape[:-3], key.shape[-2], query.device)
     return Inputs(q, k, v, _mask(attn_mask, logits, heads), lengths, geometry, leading)
 
 
@@ -221,19 +221,20 @@ def _mask(mask: Tensor | None, logits: tuple[int, ...], heads: int) -> Tensor | 
     return mask.expand(*logits[:-3], *mask.shape[-3:]).reshape(product(logits[:-3]), *mask.shape[-3:])
 
 
-def _lengths(lengths: Any, batch: int, keys: int, device: torch.device) -> Tensor | None:
+def _lengths(lengths: Any, batch_axes: tuple[int, ...], keys: int, device: torch.device) -> Tensor | None:
     if lengths is None:
         return None
-    if not isinstance(lengths, Tensor) or lengths.dtype not in WHOLE:
-        got = _name(lengths.dtype) if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise TypeError(f"expected key_lengths to be a tensor of whole numbers, got {got}")
-    if lengths.shape != (batch,):
+    if not isinstance(lengths, Tensor) or lengths.dtype not in WHOLE or lengths.layout != torch.strided:
+        got = f"{_name(lengths.dtype)}, {lengths.layout}" if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise TypeError(f"expected key_lengths to be a dense tensor of whole numbers, got {got}")
+    batch = product(batch_axes)
+    if lengths.shape not in ((batch,), batch_axes):
         raise ValueError(
-            f"expected key_lengths of shape ({batch},), one for each batch element, got {tuple(lengths.shape)}"
+            f"expected key_lengths of shape {tuple(batch_axes)}, one for each batch element, got {tuple(lengths.shape)}"
         )
     if lengths.device != device:
         raise ValueError(f"expected key_lengths on the query's device {device}, got it on {lengths.device}")
-    return torch.clamp(lengths.to(torch.int64), min=0, max=keys).to(torch.int32)
+    return torch.clamp(lengths.reshape(batch).to(torch.int64), min=0, max=keys).to(torch.int32)
 
 
 def forward_mode() -> bool:
@@ -282,7 +283,8 @@ def _number(x: Any) -> bool:
     return isinstance(x, int | float | np.number | torch.SymInt | torch.SymFloat)
 
 
-def _whole(x: Any) -> bool:
+def whole(x: Any) -> bool:
+    """Whether ``x`` is a whole number."""
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
@@ -290,10 +292,10 @@ def band(window: Any) -> tuple[int, int]:
     """How many keys before and after its own position a query sees, :data:`ALL` for all."""
     if window is None:
         return ALL, ALL
-    if _whole(window) and window >= 1:
+    if whole(window) and window >= 1:
         wide = min(int(window) - 1, WIDEST)
         return wide, wide
-    if isinstance(window, tuple | list) and len(window) == 2 and all(_whole(w) and w >= ALL for w in window):
+    if isinstance(window, tuple | list) and len(window) == 2 and all(whole(w) and w >= ALL for w in window):
         return min(int(window[0]), WIDEST), min(int(window[1]), WIDEST)
     raise ValueError(
         f"expected window to be a whole number of at least 1, or (left, right), -1 for all, got {window!r}"

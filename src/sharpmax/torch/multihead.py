@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core.policies import PAPER, Policy
 from ..mechanisms import Mechanism, find
 from .attention import scaled_dot_product_attention
-from .checks import check_dropout, check_policy, misfit, under_autocast
+from .checks import check_dropout, check_policy, misfit, under_autocast, whole
 from .choice import check_impl
 from .learnable import Learnable
 from .mechanisms import settled
@@ -52,8 +52,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         if add_bias_kv or add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn are not served; append the key yourself")
-        whole = all(isinstance(n, int) and n > 0 for n in (embed_dim, num_heads))
-        if not whole or embed_dim % num_heads:
+        if not all(whole(n) and n > 0 for n in (embed_dim, num_heads)) or embed_dim % num_heads:
             raise ValueError(f"expected embed_dim to be a multiple of num_heads, got {embed_dim!r} and {num_heads!r}")
         check_dropout(dropout)
         check_policy(policy)
@@ -136,8 +135,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _check(self, **tensors: Any) -> None:
         """Refuse what a product with the weights would not take."""
-        weight = self.out_proj.weight
-        for name, x in tensors.items():
+        own = self.in_proj_weight
+        weights = (own,) * 3 if own is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        for (name, x), weight in zip(tensors.items(), weights, strict=True):
             if not isinstance(x, Tensor):
                 raise TypeError(f"expected {name} to be a torch tensor, got {type(x).__name__}")
             if x.device != weight.device:

@@ -234,11 +234,13 @@ def attend(
     numbers: list[float],
     dropout_p: float,
     impl: str,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(beta * z) v`` and ``logsumexp(beta * z)``; ``row_max``, the maxima of ``z``, where known.
 
-    ``"streaming"`` does not round its output to the type of ``q``: of the gradient, ``D = <do, o>`` would be off, and
-    that of beta is a difference of large numbers beside it. The kernels take out what rounding does to ``D``.
+    ``"streaming"`` rounds its output to the type of ``q`` only if asked to: ``D = <do, o>`` of the gradient would be
+    off, and that of beta is a difference of large numbers beside it. The kernels always do, and take out what that does
+    to ``D``.
     """
     _check_impl(impl)
     geometry = Geometry.of(numbers)
@@ -251,13 +253,15 @@ def attend(
             )  # fmt: skip
             return out.contiguous(), lse.contiguous()
         if cu_q is None:
-            return streaming.attend(q, k, v, beta, geometry, mask=mask, key_lengths=key_lengths, **drop)
-        out, lse = empty_output(q, v, rounded=False)
+            return streaming.attend(
+                q, k, v, beta, geometry, mask=mask, key_lengths=key_lengths, rounded=rounded, **drop
+            )  # fmt: skip
+        out, lse = empty_output(q, v, rounded)
         out.zero_()
         lse.fill_(-math.inf)
         for queries, keys in _documents(cu_q, cu_k, q, k):
             part = (q[:, :, queries], k[:, :, keys], v[:, :, keys], beta[:, :, queries])
-            out[:, :, queries], lse[:, :, queries] = streaming.attend(*part, geometry, **drop)
+            out[:, :, queries], lse[:, :, queries] = streaming.attend(*part, geometry, rounded=rounded, **drop)
             drop["seed"] += 1
         return out, lse
 
@@ -273,9 +277,9 @@ def empty_output(q: Tensor, v: Tensor, rounded: bool = True) -> tuple[Tensor, Te
 def _attend_fake(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, row_max: Tensor | None, mask: Tensor | None,
     key_lengths: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None,
-    numbers: list[float], dropout_p: float, impl: str,
+    numbers: list[float], dropout_p: float, impl: str, rounded: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return empty_output(q, v, rounded=impl == "triton")
+    return empty_output(q, v, rounded or impl == "triton")
 
 
 @operator("sharpmax::attend_backward")
@@ -348,20 +352,20 @@ def _attend_backward_fake(
 def _keep_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:10], *output)
-    ctx.numbers, ctx.dropout_p, ctx.impl = inputs[10:]
+    ctx.numbers, ctx.dropout_p, ctx.impl, _ = inputs[10:]
     ctx.mark_non_differentiable(output[1])
 
 
 def _attend_gradients(ctx: Any, grad_out: Tensor | None, _: Any) -> Any:
     if grad_out is None:
-        return (None,) * 13
+        return (None,) * 14
     *tensors, out, lse = ctx.saved_tensors
     need_beta, need_mask = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
     dq, dk, dv, d_beta, dmask = attend_backward(
         *tensors, out, lse, grad_out, ctx.numbers, ctx.dropout_p, need_beta, need_mask, ctx.impl
     )
     d_beta = d_beta.to(tensors[3].dtype) if need_beta else None
-    return dq, dk, dv, d_beta, None, dmask if need_mask else None, *(None,) * 7
+    return dq, dk, dv, d_beta, None, dmask if need_mask else None, *(None,) * 8
 
 
 attend.register_autograd(_attend_gradients, setup_context=_keep_attend)

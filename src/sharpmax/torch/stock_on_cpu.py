@@ -58,7 +58,7 @@ def backward(
     x = _prepared(q, k, v, beta, geometry)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dx, dk, dv = kernel(
-        grad_out.to(x.q.dtype).contiguous(), x.q, x.k, x.v, out, lse, 0.0, x.causal, scale=geometry.scale
+        grad_out.to(x.q.dtype).contiguous(), x.q, x.k, x.v, out.to(x.q.dtype), lse, 0.0, x.causal, scale=geometry.scale
     )
     d_beta = (dx * q).sum(-1) if need_beta else None
     return (

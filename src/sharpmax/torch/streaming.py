@@ -113,15 +113,18 @@ def attend(
     key_lengths: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(beta * z) v``, not rounded, and ``logsumexp(beta * z)`` (``-inf`` for empty rows).
+    """``softmax(beta * z) v`` and ``logsumexp(beta * z)`` (``-inf`` for empty rows).
 
-    Rows of infinite beta are hard: uniform over their maxima. Their second result means nothing.
+    The first is in the type of ``q`` if ``rounded``, else in that which it was computed in. Rows of infinite beta are
+    hard: uniform over their maxima. Their second result means nothing.
     """
     if stock_on_cpu.serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
-        return stock_on_cpu.attend(q, k, v, beta, geometry)
+        out, lse = stock_on_cpu.attend(q, k, v, beta, geometry)
+        return out.to(q.dtype) if rounded else out, lse
     call = Call(q, k, v, geometry, mask, key_lengths)
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=call.dtype)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype if rounded else call.dtype)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=call.dtype)
     dropout = _Dropout(call, dropout_p, seed)
     for span in call.spans():

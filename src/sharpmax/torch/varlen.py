@@ -32,6 +32,7 @@ from .checks import (
     full_precision,
     geometry_of,
     misfit,
+    needs_gradient,
     readable,
     under_autocast,
 )
@@ -114,7 +115,7 @@ def _attend(
     q, k, v, _, _, geometry, _ = inputs
     assert v is not None
     seed = dropout_seed(dropout_p)
-    rest = (geometry.numbers, float(dropout_p), impl)
+    rest = (geometry.numbers, float(dropout_p), impl, not needs_gradient(q, k, v, beta))
     return ops.attend(q, k, v, beta, row_max, None, None, *starts, seed, *rest)[0].to(q.dtype)
 
 

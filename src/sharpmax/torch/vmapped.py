@@ -13,7 +13,7 @@ def folded(op: Any, batched: int, mask: int, whole: tuple[int, ...]) -> Any:
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         if any(arguments[i] is not None for i in whole):
-            raise ValueError("torch.func.vmap does not map over packed documents; loop over them instead")
+            raise ValueError("torch.func.vmap does not map over packed documents or dropout; loop over them instead")
         n = info.batch_size
         mapped: list[Any] = [
             x if i >= batched or x is None else x.expand(n, *x.shape) if axis is None else x.movedim(axis, 0)

@@ -260,13 +260,12 @@ class _Attend(torch.autograd.Function):
                 factor = beta[:, :, rows].contiguous()
                 part, of_part = ops.attend(
                     q[:, :, rows], keys[:, :, columns], values[:, :, columns], factor, None, None, None, None, None,
-                    None, geometry.numbers, 0.0, trip.impl,
+                    None, geometry.numbers, 0.0, trip.impl, False,
                 )  # fmt: skip
                 _merge_output(out[:, :, rows], lse[:, :, rows], part, of_part)
         ctx.trip = trip
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, beta, out, lse)
-        return out
+        ctx.save_for_backward(q, k, v, beta, out, lse)  # not rounded: the gradient takes differences beside it
+        return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
