@@ -1,5 +1,7 @@
 """Without a GPU, Triton's kernels run in its interpreter; triton reads the variable when it is first imported.
 
+With one, JAX leaves its memory to the other processes of tests.
+
 Tests marked ``thorough`` repeat what others test, with other numbers; they run with ``--thorough``.
 """
 
@@ -8,6 +10,7 @@ import os
 import pytest
 import torch
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
