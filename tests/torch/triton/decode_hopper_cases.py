@@ -11,18 +11,12 @@ from torch import Tensor
 import sharpmax
 from sharpmax.torch.checks import geometry_of
 from sharpmax.torch.decode import Attention, _Cache, _triton_attention
-from sharpmax.torch.triton import decode_hopper, hopper
+from sharpmax.torch.triton import decode_hopper
 from tests.torch.decode_cases import inputs, lengths_of
+from tests.torch.triton.hopper_cases import DEVICE
 
 WIDE: dict[str, Any] = {"dim": 128, "value_dim": 128}
 NARROW: dict[str, Any] = {"dim": 64, "value_dim": 64}
-
-
-def skip_elsewhere() -> None:
-    """Skip a test where the kernel does not run."""
-    there = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    if not there or hopper.version() not in hopper.RUN_WITH:
-        pytest.skip("needs a Hopper GPU and a Triton that the kernel was run with")
 
 
 def seen_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -40,7 +34,7 @@ def seen_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def made(dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return inputs(**({"capacity": 700} | NARROW | sizes), dtype=dtype, device="cuda")
+    return inputs(**({"capacity": 700} | NARROW | sizes), dtype=dtype, device=DEVICE)
 
 
 def run(
@@ -55,7 +49,7 @@ def run(
     table: Tensor | None = None,
 ) -> Attention:
     query, key, value = tensors
-    valid = lengths_of(lengths, "cuda") if isinstance(lengths, list) else lengths
+    valid = lengths_of(lengths, DEVICE) if isinstance(lengths, list) else lengths
     geometry = geometry_of(query, "lower_right", scale, window, softcap)
     result = _triton_attention(query, _Cache(key, value, table, valid), geometry, policy, True, splits)
     assert isinstance(result, Attention)

@@ -35,9 +35,11 @@ def attended(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, policy: Lowere
 def by_kernels(given: Inputs, policy: Lowered = POLICY) -> Gradients:
     """The gradients from the kernels for Hopper, whether or not they would be taken for a call of that size."""
     q, k, v, geometry, kernels = given.q, given.k, given.v, given.case.geometry, fused.kernels()
-    (top, total, moment, _, _), beta, _ = kernels.row_stats_and_scaled_query(q, k, geometry, policy, scaled_query=False)
-    served = q.is_cuda and all(hopper.regular(x.shape, x.stride()) for x in (q, k, v))
-    out, lse = kernels.attend(q, k, v, beta, geometry, row_max=top, config="hopper" if served else None)
+    config = "hopper" if all(hopper.regular(x.shape, x.stride()) for x in (q, k, v)) else None
+    (top, total, moment, _, _), beta, _ = kernels.row_stats_and_scaled_query(
+        q, k, geometry, policy, scaled_query=False, config=config
+    )
+    out, lse = kernels.attend(q, k, v, beta, geometry, row_max=top, config=config)
     return kernels.adaptive_backward(
         q, k, v, beta, geometry, policy, out=out, lse=lse, grad_out=given.do, row_max=top, row_sum=total,
         row_moment=moment,

@@ -1,12 +1,7 @@
-"""The gradient kernels for Hopper without such a GPU: which calls they are for, and their formulas.
-
-The numbers of rows come from Triton's interpreter, and the two other kernels are plain products.
-"""
+"""The gradient kernels for Hopper within the operators: which calls they are for, and what they are taken in."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,162 +12,151 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import sharpmax
 from sharpmax.core.policies.base import Lowered
 from sharpmax.torch import choice, fused, scaled_dot_product_attention
 from sharpmax.torch.geometry import Geometry
 from sharpmax.torch.triton import hopper, hopper_backward
-from sharpmax.torch.triton.launch import form_of
 from tests.torch.triton.gradient_cases import (
     CAUSAL,
-    DOWN_TO_ZERO,
     FULL,
     NARROW,
+    WIDE,
     Gradients,
     attended,
     by_kernels,
     errors,
-    exact,
-    in_two_clusters,
     leaves,
-    offset,
 )
-from tests.torch.triton.oracle import POLICY, Case, Inputs, inputs
+from tests.torch.triton.hopper_cases import DEVICE, sized
+from tests.torch.triton.oracle import POLICY, Case, inputs
 
-Change = Callable[[Inputs, float], Inputs]
-
-
-def hidden(z: Tensor, geometry: Geometry) -> Tensor:
-    return torch.ones_like(z, dtype=torch.bool).triu(1) if geometry.banded else torch.zeros_like(z, dtype=torch.bool)
-
-
-def plain_backward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry, lowered: Lowered, **given: Any
-) -> Gradients:
-    """What the kernels compute, in their letters; what they round for a product is rounded."""
-    batch, heads, queries, _ = q.shape
-    lines, places = hopper_backward.LINES, torch.arange(hopper_backward.LINES)
-    places = places // 16 * 16 + places // 2 % 4 * 4 + places // 8 % 2 * 2 + places % 2
-    tensors = hopper_backward._tensors(q, k, v, beta, **given)
-    tensors["numbers"].fill_(torch.nan)
-    forms = (form_of(tensors[name]) for name in ("q", "k", "out", "d_out"))
-    hopper_backward._launches(*forms, geometry, lowered)[0](tensors, q)
-    numbers, unit = tensors["numbers"], geometry.scale * math.log2(math.e)
-    assert numbers.shape == (batch * heads, -(-queries // lines), hopper_backward.NUMBERS, lines)
-    numbers = numbers[..., places].transpose(1, 2).reshape(batch, heads, hopper_backward.NUMBERS, -1)
-    assert not numbers[:, :, :7].isnan().any()
-    assert (numbers[:, :, 0, queries:] < -1e29).all()  # rows that are not there
-    assert (numbers[:, :, (1, 2, 4, 5, 6), queries:] == 0).all()
-    lse, delta, factor, shift, _, slope = (n[..., None] for n in numbers[..., :queries].unbind(2)[:6])
-    group = heads // k.shape[1]
-    query, do, keys, values = (
-        x.float() for x in (q, given["grad_out"], *(x.repeat_interleave(group, 1) for x in (k, v)))
-    )
-    product = query @ keys.mT
-    product = product.masked_fill(hidden(product, geometry), -1e30)
-    x = product * unit + shift
-    w, b, cotangent = torch.exp2(product * factor + lse), torch.exp2(x) * x, do @ values.mT
-    a = rounded(w * (cotangent + delta), q)
-    along, across, excess = a @ keys, rounded(b, q) @ keys, a.sum(-1, keepdim=True)
-    g = slope * (unit * (along * query).sum(-1, keepdim=True) + shift * excess)
-    dq = math.log(2) * (factor * along + g * across)
-    both = w * (cotangent * factor + (delta - excess) * factor) + g * b
-    dk, dv = math.log(2) * rounded(both, q).mT @ query, rounded(w, q).mT @ do
-    found = (dq, *(y.unflatten(1, (-1, group)).sum(2) for y in (dk, dv)))
-    return tuple(y.to(q.dtype) for y in found)
-
-
-def rounded(x: Tensor, like: Tensor) -> Tensor:
-    assert x.to(like.dtype).isfinite().all()
-    return x.to(like.dtype).float()
+LARGE = Case("large", batch=2, heads=4, key_heads=4, queries=1024, keys=1024, geometry=CAUSAL, **WIDE)
+SMALL = Case("small", batch=2, heads=2, key_heads=1, queries=130, keys=130, geometry=CAUSAL, **NARROW)
 
 
 @pytest.fixture
-def on_any_device(monkeypatch: pytest.MonkeyPatch) -> list[Lowered]:
-    """As if this were a Hopper GPU of one processor; the policies are noted whose gradient went through the kernels."""
-    if torch.cuda.is_available():
-        pytest.skip("the kernels themselves run here, or cannot be interpreted")
-    taken: list[Lowered] = []
-
-    def backward(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *rest: Any, **given: Any) -> Gradients:
-        taken.append(rest[1])
-        return plain_backward(q, k, v, beta, *rest, **given)
-
-    monkeypatch.setattr(fused.kernels(), "adaptive_backward", backward)
-    monkeypatch.setattr(hopper_backward, "known_processors", lambda _: 1)
+def taken(hopper_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Any version of Triton is one that the kernels were run with; what their gradient was taken for is noted."""
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
     monkeypatch.setattr(choice, "triton_refusal", lambda *_: "")
+    found: list[torch.Size] = []
+    real = fused.kernels().adaptive_backward
+    monkeypatch.setattr(
+        fused.kernels(), "adaptive_backward", lambda q, *a, **named: (found.append(q.shape), real(q, *a, **named))[1]
+    )
+    return found
+
+
+@pytest.fixture
+def always_taken(taken: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    monkeypatch.setattr(hopper_backward, "pays", lambda *_: True)
+    monkeypatch.setattr(hopper, "pays", lambda *_: True)
     return taken
 
 
-SMALL = Case("small", heads=4, key_heads=2, queries=130, keys=130, geometry=CAUSAL, **NARROW)
-ALL_KEYS = replace(SMALL, geometry=FULL, keys=77)
-
-
-@pytest.mark.usefixtures("on_any_device")
-@pytest.mark.parametrize("policy", [POLICY, DOWN_TO_ZERO], ids=["paper's", "down to 0"])
-@pytest.mark.parametrize("case", [SMALL, ALL_KEYS], ids=["causal", "full"])
-def test_the_formulas_are_those_of_the_gradient(case: Case, policy: Lowered) -> None:
-    given = inputs(case, torch.float16, "cpu")
-    for name, error in zip(("dq", "dk", "dv"), errors(by_kernels(given, policy), exact(given, policy)), strict=True):
-        assert error < 1e-3, name
-
-
-@pytest.mark.usefixtures("on_any_device")
+@pytest.mark.usefixtures("hopper_kernels")
 def test_rows_of_beta_0_attend_to_what_they_see_alone() -> None:
     """Their weights are all the same: dv is a mean of cotangents, and nothing comes back from what they do not see."""
-    given = inputs(SMALL, torch.float16, "cpu")
+    given = inputs(SMALL, torch.float16, DEVICE)
     given.do[:, :, :100] = 0.0
     _, dk, dv = by_kernels(given, Lowered("entropy", (0.1, -4.0), floor=0.0))
     assert not dk.any()
-    weights = 1.0 / torch.arange(1.0, 131.0)[100:, None].expand(-1, 130).tril(100)
+    weights = 1.0 / torch.arange(1.0, 131.0, device=DEVICE)[100:, None].expand(-1, 130).tril(100)
     weights = torch.where(weights.isinf(), 0.0, weights)
-    expected = (weights.mT @ given.do[:, :, 100:].float()).unflatten(1, (2, 2)).sum(2)
+    expected = (weights.mT @ given.do[:, :, 100:].float()).sum(1, keepdim=True)
     torch.testing.assert_close(dv.float(), expected, atol=1e-3, rtol=2e-3)
 
 
-@pytest.mark.usefixtures("on_any_device")
-@pytest.mark.parametrize(
-    ("change", "nats"),
-    [(offset, 60.0), (offset, 1000.0), (offset, -1000.0), (in_two_clusters, 60.0)],
-    ids=["above", "far above", "far below", "two clusters"],
-)
-@pytest.mark.parametrize("case", [SMALL, ALL_KEYS], ids=["causal", "full"])
-def test_what_keys_have_in_common_is_not_felt(case: Case, change: Change, nats: float) -> None:
-    """In the column that they have in common, dq is 0 but for rounding."""
-    given = change(inputs(case, torch.float16, "cpu"), nats)
-    found, expected = ((dq[..., 1:], *rest) for dq, *rest in (by_kernels(given), exact(given)))
-    for name, error in zip(("dq", "dk", "dv"), errors(found, expected), strict=True):
-        assert error < 2e-3, name
-
-
-def test_the_operators_elsewhere(on_any_device: list[Lowered]) -> None:
-    given = inputs(replace(SMALL, batch=2, heads=1, key_heads=1, queries=20, keys=20), torch.float16, "cpu")
+@pytest.mark.parametrize("case", sized([LARGE, SMALL]))
+def test_rows_and_cotangents_that_begin_anywhere(case: Case, always_taken: list[torch.Size]) -> None:
+    given = inputs(case, torch.bfloat16, DEVICE)
     q, k, v = leaves(given.q, given.k, given.v)
+    out = attended(q, k, v, CAUSAL)
+    within = torch.empty(given.do.numel() + 1, dtype=given.do.dtype, device=DEVICE)[1:].view_as(given.do)
+    repeated = given.do[..., :1, :1].expand_as(given.do)
+    for cotangent in (within.copy_(given.do), given.do.mT.contiguous().mT, repeated):
+        found = torch.autograd.grad(out, (q, k, v), cotangent, retain_graph=True)
+        expected = torch.autograd.grad(out, (q, k, v), cotangent.contiguous().clone(), retain_graph=True)
+        assert max(errors(found, expected)) < 1e-3
+    assert len(always_taken) == 6
+
+
+def test_the_operators_are_whole(always_taken: list[torch.Size]) -> None:
+    given = inputs(replace(SMALL, batch=1), torch.bfloat16, DEVICE)
+    q, k, v = leaves(given.q, given.k, given.v)
+    rest = (*(None,) * 5, CAUSAL.numbers, fused.policy_numbers(POLICY), False, 0.0)
+    torch.library.opcheck(fused.adaptive_attention.opaque, (q, k, v, *rest))
+    assert always_taken
+
+
+def run(function: Any, given: list[Tensor], **options: Any) -> Gradients:
+    """The output and its gradients."""
+    out = function(*given, **options)
+    return (out.detach(), *torch.autograd.grad(out.float().square().sum(), given))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return scaled_dot_product_attention(2.0 * q, k, v, is_causal=True, impl="triton", **options)
+
+
+def test_attention_takes_it_whole_and_compiled_but_not_with_a_detached_policy(always_taken: list[torch.Size]) -> None:
+    given = leaves(*torch.randn(3, 2, 2, 140, 64, device=DEVICE, dtype=torch.float16))
+    ours = run(attend, given)
+    assert len(always_taken) == 1
+    run(attend, given, policy=sharpmax.detached(sharpmax.PAPER))
+    assert len(always_taken) == 1
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = run(torch.compile(attend, fullgraph=True, backend=counter), given)
+    assert any("adaptive_attention" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
+    assert len(always_taken) == 2
+    assert max(errors(compiled, ours)) < 6e-3
+
+
+@pytest.mark.parametrize("shape", [pytest.param((2, 66, 1024, 64), marks=pytest.mark.gpu), (1, 6, 128, 64)], ids=str)
+def test_attention_takes_it_where_it_pays(
+    shape: tuple[int, ...], taken: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On inputs that fill the card; the portable kernels give the same."""
+    given = leaves(*torch.randn(3, *shape, device=DEVICE, dtype=torch.float16))
+    ours = run(attend, given)
+    assert len(taken) == 1
+    fewer = leaves(*(x[:, :1] for x in given))
+    run(attend, fewer)
+    assert len(taken) == 1
+    monkeypatch.setattr(hopper_backward, "known_processors", lambda _: 0)
+    portable = run(attend, given)
+    assert len(taken) == 1
+    assert max(errors(portable, ours)) < 6e-3
+
+
+def test_mapped_over(always_taken: list[torch.Size]) -> None:
+    q, k, v = torch.randn(3, 3, 2, 4, 50, 64, device=DEVICE, dtype=torch.bfloat16)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attended(q, k, v, CAUSAL)
 
-    found = torch.func.vmap(attend)(*(x[:, None] for x in (q, k, v)))[:, 0]
-    torch.testing.assert_close(found, attend(q, k, v))
-    ours, theirs = (torch.autograd.grad(x, q, given.do)[0] for x in (found, attend(q, k, v)))
+    q.requires_grad_()
+    found = torch.func.vmap(attend)(q, k, v)
+    expected = torch.stack([attend(*one) for one in zip(q, k, v, strict=True)])
+    torch.testing.assert_close(found, expected)
+    (ours,), (theirs,) = (torch.autograd.grad(x, q, torch.ones_like(x)) for x in (found, expected))
     torch.testing.assert_close(ours, theirs)
-    assert on_any_device == [POLICY, POLICY]
-    rest = (*(None,) * 5, CAUSAL.numbers, fused.policy_numbers(POLICY), False, 0.0)
-    torch.library.opcheck(fused.adaptive_attention.opaque, (q, k, v, *rest))
+    assert len(always_taken) == 4
 
 
-def test_attention_compiles_with_it_inside(on_any_device: list[Lowered]) -> None:
-    q, k, v = leaves(*(torch.randn(2, 2, 140, 64).half() for _ in range(3)))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(2.0 * q, k, v, is_causal=True, impl="triton")
-
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, fullgraph=True, backend=counter)
-    found, expected = (torch.autograd.grad(f(q, k, v).float().square().sum(), (q, k, v)) for f in (compiled, attend))
-    assert any("adaptive_attention" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
-    assert len(on_any_device) == 2
-    assert max(errors(found, expected)) < 1e-3
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
+def test_in_a_cuda_graph() -> None:
+    given = inputs(LARGE, torch.bfloat16, "cuda")
+    by_kernels(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = by_kernels(given)
+    given.do.copy_(given.do.flip(2))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, by_kernels(given), strict=True))
 
 
 OTHER_WAYS: dict[str, dict[str, Any]] = {
@@ -186,15 +170,16 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", OTHER_WAYS)
-def test_what_goes_the_portable_way(what: str, on_any_device: list[Lowered]) -> None:
+def test_what_goes_the_portable_way(what: str, always_taken: list[torch.Size]) -> None:
     options: dict[str, Any] = {"batch": 2, "policy": POLICY, "detached": False, "dropout_p": 0.0} | OTHER_WAYS[what]
-    q, k, v = leaves(*(torch.randn(options["batch"], 1, 20, 64).half() for _ in range(3)))
-    hiding = [options.get(name) for name in ("mask", "key_lengths", "starts", "starts", "seed")]
+    q, k, v = leaves(*torch.randn(3, options["batch"], 1, 20, 64, device=DEVICE, dtype=torch.float16))
+    hiding: list[Any] = [options.get(name) for name in ("mask", "key_lengths", "starts", "starts", "seed")]
+    hiding = [x if x is None else x.to(DEVICE) for x in hiding]
     policy = fused.policy_numbers(options["policy"])
     rest = (FULL.numbers, policy, options["detached"], options["dropout_p"])
     out = fused.adaptive_attention(q, k, v, *hiding, *rest)[0]
     assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(out.float().square().sum(), (q, k, v)))
-    assert on_any_device == []
+    assert always_taken == []
 
 
 NOT_TAKEN: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The decoding kernel for Hopper, against float64 and the portable kernels; on such a GPU."""
+"""The decoding kernel for Hopper, against float64 and the portable kernels; interpreted where there is no such GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.torch.decode_cases import (
 pytest.importorskip("triton")
 
 from sharpmax.torch.triton import decode_hopper
-from tests.torch.triton.decode_hopper_cases import NARROW, WIDE, made, run, seen_launches, skip_elsewhere
+from tests.torch.triton.decode_hopper_cases import NARROW, WIDE, made, run, seen_launches
+from tests.torch.triton.hopper_cases import DEVICE, ON_HOPPER
 
 HARD = "hard by overflow"
 LOWERED: dict[str, tuple[Any, Any]] = {
@@ -36,8 +37,7 @@ TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    skip_elsewhere()
+def launches(hopper_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen_launches(monkeypatch)
 
 
@@ -54,16 +54,15 @@ def agree(result: Attention, other: Attention, tolerance: float) -> None:
     torch.testing.assert_close(result.stats.entropy, other.stats.entropy, atol=1e-4, rtol=0)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", LOWERED)
-def test_policies(name: str, launches: list[int]) -> None:
+def test_policies(name: str, launches: list[int], hopper_kernels: list[str]) -> None:
     policy, betas = LOWERED[name]
     tensors = made()
     check(run(tensors, [700, 333], policy=policy, splits=3), oracle(*tensors, [700, 333], betas), 3e-2)
     assert launches == [3]
+    assert hopper_kernels == ([] if ON_HOPPER else ["hopper_decode_kernel"])
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     [
@@ -84,7 +83,6 @@ def test_sizes(sizes: dict[str, Any], dtype: torch.dtype, launches: list[int]) -
     assert launches == [0, 1]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("policy", ["paper", "yarn"])
 def test_short_caches_and_what_lies_beyond_them(policy: str, splits: int, launches: list[int]) -> None:
@@ -99,7 +97,6 @@ def test_short_caches_and_what_lies_beyond_them(policy: str, splits: int, launch
     assert launches == [splits]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"window": 5}, {"window": 300}, {"softcap": 3.0}, {"scale": 0.2}], ids=str)
 @pytest.mark.parametrize("policy", ["paper", "yarn"])
 def test_options(policy: str, options: dict[str, Any], launches: list[int]) -> None:
@@ -110,14 +107,14 @@ def test_options(policy: str, options: dict[str, Any], launches: list[int]) -> N
     assert launches == [2]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("splits", [0, 1, 5, 17, 132])
 @pytest.mark.parametrize("spread", ["equal", "ragged"])
 def test_many_turns_and_groups_that_straddle_them(
     splits: int, spread: str, launches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors = made(batch=40, heads=16, kv_heads=8, queries=1, capacity=1900)
-    lengths = torch.randint(0, 1901, (40,), generator=torch.Generator().manual_seed(0)).to("cuda", torch.int32)
+    batch, heads, capacity = (40, 8, 1900) if ON_HOPPER else (3, 2, 1100)
+    tensors = made(torch.float16, batch=batch, heads=2 * heads, kv_heads=heads, queries=1, capacity=capacity)
+    lengths = torch.randint(0, capacity + 1, (batch,), generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
     valid = lengths if spread == "ragged" else None
     results = [run(tensors, valid, splits=splits) for _ in range(3)]
     agree(results[0], portable(monkeypatch, tensors, valid), 3e-2)
@@ -127,18 +124,25 @@ def test_many_turns_and_groups_that_straddle_them(
     assert len(launches) == 3
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize(
     ("batch", "capacity", "lengths"),
     [
-        (3, 40000, [40000, 0, 1]),
-        (64, 20000, [20000] + [130] * 63),
-        (64, 20000, [0] * 63 + [20000]),
-        (200, 3000, [37 * i % 3001 for i in range(200)]),
-        (256, 1000, [0] * 256),
-        (1, 131072, [1000]),
-        (1, 131072, [100000]),
+        (3, 2000, [2000, 0, 1]),
+        (6, 700, [37 * i % 701 for i in range(6)]),
+        (40, 130, [0] * 39 + [130]),
+        *(
+            pytest.param(*call, marks=pytest.mark.gpu)
+            for call in (
+                (3, 40000, [40000, 0, 1]),
+                (64, 20000, [20000] + [130] * 63),
+                (64, 20000, [0] * 63 + [20000]),
+                (200, 3000, [37 * i % 3001 for i in range(200)]),
+                (256, 1000, [0] * 256),
+                (1, 131072, [1000]),
+                (1, 131072, [100000]),
+            )
+        ),
     ],
     ids=lambda x: str(x)[:12],
 )
@@ -150,7 +154,7 @@ def test_caches_of_which_little_is_valid(
     launches: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tensors = made(batch=batch, heads=8, kv_heads=2, queries=1, capacity=capacity)
+    tensors = made(torch.float16, batch=batch, heads=8, kv_heads=2, queries=1, capacity=capacity)
     result = run(tensors, lengths, window=window)
     agree(result, portable(monkeypatch, tensors, lengths, window=window), 3e-2)
     assert launches == [0]
@@ -165,17 +169,15 @@ def test_long_caches(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> No
     assert launches == [0]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("offset", [1024.0, -1024.0])
 def test_an_offset_of_the_logits_changes_nothing(offset: float, launches: list[int]) -> None:
-    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "capacity": 300, **NARROW}
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE, "capacity": 300, **NARROW}
     query, key, value = exact_inputs(**sizes)
     result = run((query, with_offset(key, offset), value), splits=2, scale=0.25)
     check(result, oracle(query, key, value, [300, 300], paper, scale=0.25), 3e-2)
     assert launches == [2]
 
 
-@pytest.mark.gpu
 def test_one_huge_logit_and_equal_logits(launches: list[int]) -> None:
     query, key, value = made()
     key[0] = 1.0
@@ -184,7 +186,6 @@ def test_one_huge_logit_and_equal_logits(launches: list[int]) -> None:
     assert launches == [2]
 
 
-@pytest.mark.gpu
 def test_strides_do_not_matter(launches: list[int]) -> None:
     tensors = made()
     query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
@@ -224,8 +225,8 @@ def test_two_at_once_do_not_wait_for_each_other(launches: list[int]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
 def test_large_calls_take_it_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_elsewhere()
     taken = []
     launch = decode_hopper.decode
     monkeypatch.setattr(decode_hopper, "decode", lambda *arguments: (taken.append(True), launch(*arguments)))

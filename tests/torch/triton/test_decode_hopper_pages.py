@@ -1,4 +1,4 @@
-"""The decoding kernel for Hopper on pages, against float64 and on contiguous caches; on such a GPU."""
+"""The decoding kernel for Hopper on pages, against float64 and contiguous caches; interpreted where no such GPU is."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.torch.decode_cases import captured, check, lengths_of, oracle, paged, paper
-from tests.torch.triton.decode_hopper_cases import NARROW, WIDE, made, run, seen_launches, skip_elsewhere
+from tests.torch.triton.decode_hopper_cases import NARROW, WIDE, made, run, seen_launches
+from tests.torch.triton.hopper_cases import DEVICE, ON_HOPPER
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    skip_elsewhere()
+def launches(hopper_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen_launches(monkeypatch)
 
 
@@ -29,7 +29,6 @@ def in_pages(
     return (tensors[0], key, value), table
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("page", [16, 32, 64, 128, 256, 384])
 @pytest.mark.parametrize("sizes", [NARROW, WIDE, {"heads": 16, "kv_heads": 1, "queries": 1, **WIDE}], ids=str)
 def test_pages(page: int, sizes: dict[str, Any], launches: list[int]) -> None:
@@ -42,7 +41,6 @@ def test_pages(page: int, sizes: dict[str, Any], launches: list[int]) -> None:
     assert launches == [0, 1, 4]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("page", [16, 128])
 @pytest.mark.parametrize("window", [5, 300])
 def test_pages_before_the_window_are_not_read(page: int, window: int, launches: list[int]) -> None:
@@ -59,7 +57,6 @@ def test_pages_before_the_window_are_not_read(page: int, window: int, launches: 
     assert launches == [2]
 
 
-@pytest.mark.gpu
 def test_pages_and_tables_of_any_strides(launches: list[int]) -> None:
     lengths = [700, 333, 0, 128]
     tensors = made(batch=4)
@@ -67,7 +64,7 @@ def test_pages_and_tables_of_any_strides(launches: list[int]) -> None:
     expected = run((query, key, value), lengths, table=table)
     by_head = key.transpose(1, 2).contiguous().transpose(1, 2)
     together = torch.stack([key, value], 1)
-    wider = torch.full((4, table.shape[1] + 3), -7, dtype=torch.int32, device="cuda")
+    wider = torch.full((4, table.shape[1] + 3), -7, dtype=torch.int32, device=DEVICE)
     wider[:, 1:-2] = table
     for keys, values, listed in (
         (by_head, value, table),
@@ -79,7 +76,6 @@ def test_pages_and_tables_of_any_strides(launches: list[int]) -> None:
     assert launches == [0] * 4
 
 
-@pytest.mark.gpu
 def test_numbers_that_no_page_has_are_read_as_zeros(launches: list[int]) -> None:
     query, key, value = made(batch=2)
     pages, table = in_pages((query, key, value), [700, 700], 64)
@@ -90,11 +86,11 @@ def test_numbers_that_no_page_has_are_read_as_zeros(launches: list[int]) -> None
     assert launches == [0]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("splits", [0, 5, 132])
 def test_pages_give_the_bits_of_a_contiguous_cache(splits: int, launches: list[int]) -> None:
-    tensors = made(batch=40, heads=16, kv_heads=8, queries=1, capacity=1900, **WIDE)
-    lengths = [47 * i % 1901 for i in range(40)]
+    batch, heads, capacity = (40, 8, 1900) if ON_HOPPER else (4, 2, 900)
+    tensors = made(batch=batch, heads=2 * heads, kv_heads=heads, queries=1, capacity=capacity, **WIDE)
+    lengths = [47 * i % (capacity + 1) for i in range(1, batch + 1)]
     pages, table = in_pages(tensors, lengths, 16)
     expected = run(tensors, lengths, splits=splits)
     for _ in range(3):

@@ -1,90 +1,48 @@
-"""The plan of the decoding kernel for Hopper: its functions, as torch operations, against what they should find."""
+"""The plan of the decoding kernel for Hopper: its functions, interpreted, against what they should find."""
 
 from __future__ import annotations
 
-import builtins
 import random
 import types
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
 
-from sharpmax.torch.triton import decode_hopper
-
-
-class Pointer(NamedTuple):
-    """An address of one of the lengths, or of many."""
-
-    values: Tensor
-    at: Any = 0
-
-    def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.values, self.at + offset)
+from sharpmax.torch.triton import decode_hopper, decode_plan
+from tests import gluon
+from tests.gluon.values import Value
 
 
-def plan_functions() -> types.SimpleNamespace:
-    """The functions of the kernel that plan, as torch operations."""
-    pytest.importorskip("triton.experimental.gluon")
-    from sharpmax.torch.triton import decode_plan
-
-    def load(pointer: Pointer, mask: Tensor) -> Tensor:
-        there = torch.where(mask, pointer.at, 0)
-        return torch.where(mask, pointer.values[there], torch.full_like(there, 12345678))  # anything may be there
-
-    def constant(like: Tensor, x: Any) -> Tensor:
-        return torch.as_tensor(x, dtype=like.dtype)
-
-    language = types.SimpleNamespace(
-        int32=torch.int32,
-        BlockedLayout=lambda *_: None,
-        SliceLayout=lambda *_: None,
-        num_warps=lambda: decode_hopper.WARPS,
-        arange=lambda first, last, layout: torch.arange(first, last, dtype=torch.int32),
-        load=load,
-        where=torch.where,
-        maximum=lambda a, b: torch.maximum(a, constant(a, b)),
-        minimum=lambda a, b: torch.minimum(a, constant(a, b)),
-        expand_dims=torch.unsqueeze,
-        sum=lambda x, axis: x.sum(axis, dtype=torch.int32),
-        max=torch.amax,
-        min=torch.amin,
-        zeros_like=torch.zeros_like,
-        associative_scan=lambda x, axis, _: x.cumsum(axis, dtype=torch.int32),
-    )
-    names: dict[str, Any] = {"gl": language, "__builtins__": builtins, "_uniform": lambda x: x}
-    for name in (
-        "_valid",
-        "oldest_of",
-        "_sight",
-        "_pieces",
-        "_sum",
-        "_suitable_share",
-        "planned",
-        "recalled",
-        "place_of",
-        "splits_of",
-    ):
-        function = getattr(decode_plan, name).fn
-        names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
-    return types.SimpleNamespace(**names)
+@pytest.fixture
+def functions() -> Iterator[types.SimpleNamespace]:
+    """The functions of the kernel that plan."""
+    names = ("_pieces", "planned", "recalled", "place_of", "splits_of")
+    with gluon.partition(decode_hopper.WARPS):
+        yield types.SimpleNamespace(**{name: gluon.function(getattr(decode_plan, name)) for name in names})
 
 
 def check_plan(
-    lengths: list[int] | None, batch: int, heads: int, capacity: int, left: int, most: int, splits: int
+    functions: types.SimpleNamespace,
+    lengths: list[int] | None,
+    batch: int,
+    heads: int,
+    capacity: int,
+    left: int,
+    most: int,
+    splits: int,
 ) -> None:
     """Every key in sight belongs to one split, splits are as the kernel needs them, and cost as little as can be."""
-    functions, keys, queries = plan_functions(), decode_hopper.KEYS, 2
+    keys, queries = decode_hopper.KEYS, 2
     highest = decode_hopper.most_tiles(capacity, queries, left)
     programs, share, limit, most_splits = decode_hopper.bounds(batch * heads, highest, most, splits, 132)
-    given = None if lengths is None else Pointer(torch.tensor(lengths, dtype=torch.int32))
-    sizes = tuple(torch.tensor(n, dtype=torch.int32) for n in (batch * heads, heads, capacity, left))
+    given = None if lengths is None else gluon.value(torch.tensor(lengths, dtype=torch.int32))
+    sizes = tuple(gluon.value(n) for n in (batch * heads, heads, capacity, left))
     size = 1 if given is None else decode_hopper._padded(batch)
     *numbers, counted, begun = functions.planned(
-        given, torch.tensor(share, dtype=torch.int32), sizes, limit, programs, decode_hopper.OVERHEAD, size, most,
+        given, gluon.value(share), sizes, limit, programs, decode_hopper.OVERHEAD, size, most,
         queries, keys,
     )  # fmt: skip
     kept = (types.SimpleNamespace(load=lambda _, x=x: x) for x in (counted, begun))
@@ -110,31 +68,31 @@ def check_plan(
     for b, count in enumerate(number(chosen)):
         assert count <= min(programs, most_splits)
         for head in range(heads):
-            pair = torch.tensor(b * heads + head, dtype=torch.int32)
+            pair = gluon.value(b * heads + head)
             start, found = (int(n) for n in functions.splits_of(pair, plan, sizes, queries, keys))
             assert found == count
             at = oldest[b] // keys * keys
             for split in range(count):
-                item = torch.tensor(start + split, dtype=torch.int32)
+                item = gluon.value(start + split)
                 place = functions.place_of(item, plan, sizes, queries, keys)
                 *found, first, last = (int(n) for n in place)
                 assert found == [b, head, valid[b], split, count]
                 assert first == at
                 assert last > first or valid[b] == 0
-                assert lengths_of_items[item] == -1
-                lengths_of_items[item] = max(1, -(-tiles[b] // count))
+                assert lengths_of_items[start + split] == -1
+                lengths_of_items[start + split] = max(1, -(-tiles[b] // count))
                 at = last
-                assert -(-(last - first) // keys) <= lengths_of_items[item] <= chosen
+                assert -(-(last - first) // keys) <= lengths_of_items[start + split] <= chosen
             assert at == valid[b]
     assert lengths_of_items == sorted(lengths_of_items, reverse=True)
     assert min(lengths_of_items) >= 0
     for item in (items, items + 1, items + programs, items + 3 * programs):  # beyond all
-        *_, first, last = functions.place_of(torch.tensor(item, dtype=torch.int32), plan, sizes, queries, keys)
+        *_, first, last = functions.place_of(gluon.value(item), plan, sizes, queries, keys)
         assert first == last
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_plans(seed: int) -> None:
+def test_plans(seed: int, functions: types.SimpleNamespace) -> None:
     draw = random.Random(seed)
     batch, heads = draw.choice([1, 2, 3, 7, 31, 33, 64]), draw.choice([1, 2, 8])
     capacity = draw.choice([1, 127, 1920, 4097])
@@ -147,18 +105,19 @@ def test_plans(seed: int) -> None:
     elif kind == 2:
         lengths = [capacity, *[0] * (batch - 1)]
     left = draw.choice([-1, -1, 0, 1, 300, 5000])
-    check_plan(lengths, batch, heads, capacity, left, draw.choice([7, 15]), draw.choice([0, 0, 0, 1, 5, 132]))
+    check_plan(
+        functions, lengths, batch, heads, capacity, left, draw.choice([7, 15]), draw.choice([0, 0, 0, 1, 5, 132])
+    )
 
 
 @pytest.mark.parametrize("length", [0, 1, 1024, 32768, 131072, 132 * 15 * 128])
-def test_plans_of_large_capacity(length: int) -> None:
-    check_plan([length], 1, 1, 132 * 15 * 128, -1, 15, 0)
-    check_plan([length, 0, 777], 3, 2, 132 * 15 * 128, 100, 15, 0)
+def test_plans_of_large_capacity(length: int, functions: types.SimpleNamespace) -> None:
+    check_plan(functions, [length], 1, 1, 132 * 15 * 128, -1, 15, 0)
+    check_plan(functions, [length, 0, 777], 3, 2, 132 * 15 * 128, 100, 15, 0)
 
 
-def test_divisions_of_the_plan_are_exact() -> None:
-    functions = plan_functions()
+def test_divisions_of_the_plan_are_exact(functions: types.SimpleNamespace) -> None:
     tiles = torch.arange(0, 20000, dtype=torch.int32)
     for share in range(1, 16):
         expected = ((tiles + share - 1) // share).clamp(min=1)
-        assert bool((functions._pieces(tiles, torch.tensor(share)) == expected).all())
+        assert torch.equal(functions._pieces(Value(tiles), share).data, expected)

@@ -1,4 +1,4 @@
-"""The statistics kernel for Hopper: against float64 and the portable kernel on such a GPU, compiled elsewhere."""
+"""The statistics kernel for Hopper, against float64 and the portable kernel; interpreted and compiled where none is."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from tests.torch.triton.compiled import printed
 from tests.torch.triton.hopper_cases import (
     CASES,
     CAUSAL,
+    DEVICE,
     NARROW,
     ON_HOPPER,
+    PORTABLE_TYPES,
     WIDE,
-    device_there,
     forget_launches,
-    launches_of_this_test_alone,
     random_cases,
+    sized,
 )
 from tests.torch.triton.oracle import POLICY, Case, inputs, logits, stats
 
-__all__ = ["device_there", "launches_of_this_test_alone"]
+PLAIN = Case("plain", queries=300, keys=300, geometry=CAUSAL, **WIDE)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_gives_what_float64_and_the_portable_kernel_give(case: Case, dtype: torch.dtype) -> None:
-    given = inputs(case, dtype, "cuda")
+@pytest.mark.parametrize("dtype", PORTABLE_TYPES, ids=str)
+@pytest.mark.parametrize("case", sized(CASES))
+def test_it_gives_what_float64_and_the_portable_kernel_give(
+    case: Case, dtype: torch.dtype, hopper_kernels: list[str]
+) -> None:
+    given = inputs(case, dtype, DEVICE)
     got, beta, scaled = prefill.row_stats_and_scaled_query(given.q, given.k, case.geometry, POLICY, config="hopper")
     portable, portable_beta, _ = prefill.row_stats_and_scaled_query(
         given.q, given.k, case.geometry, POLICY, config=Tiles(64, 64, 4, 2)
@@ -62,25 +64,33 @@ def test_it_gives_what_float64_and_the_portable_kernel_give(case: Case, dtype: t
     assert float((beta / portable_beta - 1).abs().max()) < 1e-3
     assert scaled is not None
     assert torch.equal(scaled, (given.q.float() * beta[..., None]).to(dtype))
+    assert hopper_kernels == ([] if ON_HOPPER else ["hopper_stats_kernel"])
 
 
-@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
 def test_the_order_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sections of 5 of 64 sequences, the last one narrower."""
-    case = Case("sections", batch=4, heads=16, key_heads=16, queries=1300, keys=1300, geometry=CAUSAL, **NARROW)
-    given = inputs(case, torch.bfloat16, "cuda")
+    """Sections of a few of all sequences, the last one narrower."""
+    batch, heads, length, section = (4, 16, 1300, 5) if ON_HOPPER else (1, 5, 300, 2)
+    sizes = {"queries": length, "keys": length, **NARROW}
+    case = Case("sections", batch=batch, heads=heads, key_heads=heads, geometry=CAUSAL, **sizes)
+    given = inputs(case, torch.bfloat16, DEVICE)
     whole = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
-    monkeypatch.setattr(hopper, "SECTION", 5 * 1300 * 64 * 2)
+    monkeypatch.setattr(hopper, "SECTION", section * length * 64 * 2)
     forget_launches()
     parts = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True) if a is not None and b is not None)
 
 
-@pytest.mark.gpu
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@for_all(case=random_cases(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+@pytest.mark.usefixtures("hopper_kernels")
+@settings(
+    max_examples=60 if ON_HOPPER else 10,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@for_all(case=random_cases(), dtype=st.sampled_from(PORTABLE_TYPES))
 def test_random_calls_are_those_of_the_portable_kernel(case: Case, dtype: torch.dtype) -> None:
-    made = inputs(case, dtype, "cuda")
+    made = inputs(case, dtype, DEVICE)
     ours, beta, scaled = prefill.row_stats_and_scaled_query(made.q, made.k, case.geometry, POLICY, config="hopper")
     theirs, expected, _ = prefill.row_stats_and_scaled_query(
         made.q, made.k, case.geometry, POLICY, config=Tiles(64, 64, 4, 2)
@@ -94,9 +104,9 @@ def test_random_calls_are_those_of_the_portable_kernel(case: Case, dtype: torch.
     assert torch.equal(scaled, (made.q.float() * beta[..., None]).to(dtype))
 
 
-@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
 def test_the_statistics_come_without_a_policy_and_without_the_scaled_query() -> None:
-    given = inputs(CASES[2], torch.bfloat16, "cuda")
+    given = inputs(PLAIN, torch.bfloat16, DEVICE)
     whole, beta, _ = prefill.row_stats_and_scaled_query(given.q, given.k, CAUSAL, POLICY, config="hopper")
     alone = prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
     without, again, nothing = prefill.row_stats_and_scaled_query(
@@ -108,12 +118,12 @@ def test_the_statistics_come_without_a_policy_and_without_the_scaled_query() -> 
         assert (a is None and b is None and c is None) or (torch.equal(a, b) and torch.equal(a, c))  # type: ignore
 
 
-@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])
 def test_equal_and_huge_logits(offset: float) -> None:
     """A common offset of every logit, and one logit far above the others."""
-    q = torch.zeros(1, 2, 512, 128, device="cuda", dtype=torch.bfloat16)
-    k = torch.zeros(1, 2, 512, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.zeros(1, 2, 512, 128, device=DEVICE, dtype=torch.bfloat16)
+    k = torch.zeros(1, 2, 512, 128, device=DEVICE, dtype=torch.bfloat16)
     q[..., 0], k[..., 0] = 1.0, offset
     k[:, 1, 7, 0] = offset + 1e4
     (top, total, moment, _, _), beta, scaled = prefill.row_stats_and_scaled_query(
@@ -129,6 +139,7 @@ def test_equal_and_huge_logits(offset: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
 def test_attention_takes_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention on inputs that fill the card, forward and backward, against the same with the portable kernel."""
     monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
@@ -153,6 +164,7 @@ def test_attention_takes_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
 def test_in_a_cuda_graph() -> None:
     given = inputs(CASES[2], torch.bfloat16, "cuda")
     prefill.row_stats(given.q, given.k, CAUSAL, config="hopper")
@@ -165,7 +177,6 @@ def test_in_a_cuda_graph() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True) if a is not None and b is not None)
 
 
-PLAIN = Case("plain", queries=300, keys=300, geometry=CAUSAL, **WIDE)
 REFUSED: list[tuple[str, Case, dict[str, Any]]] = [
     ("no minimum", PLAIN, {"with_min": True}),
     ("policies of the entropy alone", PLAIN, {"lowered": Lowered("log_count", (1.0, 0.0))}),

@@ -1,4 +1,4 @@
-"""The attention kernel for Hopper: against float64 and the portable kernel on such a GPU, compiled elsewhere."""
+"""The attention kernel for Hopper, against float64 and the portable kernel; interpreted and compiled where none is."""
 
 from __future__ import annotations
 
@@ -20,37 +20,42 @@ from tests.torch.triton.compiled import printed
 from tests.torch.triton.hopper_cases import (
     CASES,
     CAUSAL,
+    DEVICE,
     FROM_THE_END,
     NARROW,
+    ON_HOPPER,
+    PORTABLE_TYPES,
     WIDE,
-    device_there,
     forget_launches,
-    launches_of_this_test_alone,
     random_cases,
+    sized,
 )
 from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits
-
-__all__ = ["device_there", "launches_of_this_test_alone"]
 
 PORTABLE = Tiles(64, 64, 4, 2)
 PLAIN = Case("plain", queries=300, keys=300, geometry=CAUSAL, **WIDE)
 
 
-def attended(given: Inputs, beta: Tensor | None = None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
-    """The output and logsumexp by the kernel for Hopper, the same by the portable one, and beta."""
+def attended(given: Inputs, beta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The output and logsumexp by the kernel for Hopper, and beta."""
     q, k, v, geometry = given.q, given.k, given.v, given.case.geometry
-    found, policy, _ = prefill.row_stats_and_scaled_query(q, k, geometry, POLICY, scaled_query=False)
+    found, policy, _ = prefill.row_stats_and_scaled_query(q, k, geometry, POLICY, scaled_query=False, config="hopper")
     beta = policy if beta is None else beta
-    ours = prefill.attend(q, k, v, beta, geometry, row_max=found[0], config="hopper")
-    return ours, prefill.attend(q, k, v, beta, geometry, config=PORTABLE), beta
+    return *prefill.attend(q, k, v, beta, geometry, row_max=found[0], config="hopper"), beta
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def by_portable(given: Inputs, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and logsumexp by the portable kernel."""
+    return prefill.attend(given.q, given.k, given.v, beta, given.case.geometry, config=PORTABLE)
+
+
+@pytest.mark.usefixtures("hopper_kernels")
+@pytest.mark.parametrize("dtype", PORTABLE_TYPES, ids=str)
+@pytest.mark.parametrize("case", sized(CASES))
 def test_it_gives_what_float64_and_the_portable_kernel_give(case: Case, dtype: torch.dtype) -> None:
-    given = inputs(case, dtype, "cuda")
-    (out, lse), (portable, _), beta = attended(given)
+    given = inputs(case, dtype, DEVICE)
+    out, lse, beta = attended(given)
+    portable, _ = by_portable(given, beta)
     z, seen = logits(given, given.q.double(), given.k.double())
     expected, of_rows = attention(z, seen, given.v.double(), beta.double())
     error, peer = (float((x.double() - expected).norm()) for x in (out, portable))
@@ -61,28 +66,35 @@ def test_it_gives_what_float64_and_the_portable_kernel_give(case: Case, dtype: t
     assert not out[~filled].any()
 
 
-@pytest.mark.gpu
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@for_all(case=random_cases(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+@pytest.mark.usefixtures("hopper_kernels")
+@settings(
+    max_examples=60 if ON_HOPPER else 10,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@for_all(case=random_cases(), dtype=st.sampled_from(PORTABLE_TYPES))
 def test_random_calls_are_those_of_the_portable_kernel(case: Case, dtype: torch.dtype) -> None:
-    (out, lse), (expected, of_rows), _ = attended(inputs(case, dtype, "cuda"))
+    given = inputs(case, dtype, DEVICE)
+    out, lse, beta = attended(given)
+    expected, of_rows = by_portable(given, beta)
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(lse, of_rows, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("beta", [0.0, 1.0, 1e4, 1e6])
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])
 def test_equal_and_huge_logits(offset: float, beta: float, dtype: torch.dtype) -> None:
     """A common offset of every logit, and one logit far above the others; at any temperature."""
-    q, k = torch.zeros(2, 1, 2, 512, 128, device="cuda", dtype=dtype)
+    q, k = torch.zeros(2, 1, 2, 512, 128, device=DEVICE, dtype=dtype)
     q[..., 0], k[..., 0] = 1.0, offset
     k[:, 1, 7, 0] = offset + 1e4
     v = torch.randn_like(k)
-    given = replace(inputs(replace(PLAIN, heads=2, key_heads=2), dtype, "cuda"), q=q, k=k, v=v)
+    given = replace(inputs(replace(PLAIN, heads=2, key_heads=2), dtype, DEVICE), q=q, k=k, v=v)
     given.case = replace(given.case, geometry=Geometry(1.0), queries=512, keys=512)
-    (out, lse), _, _ = attended(given, torch.full(q.shape[:3], beta, device="cuda"))
+    out, lse, _ = attended(given, torch.full(q.shape[:3], beta, device=DEVICE))
     assert lse.isfinite().all()
     mean = v.float().mean(2, keepdim=True).expand(v.shape)
     one = mean if beta == 0 else v[:, :, 7:8].float().expand(v.shape)
@@ -90,45 +102,48 @@ def test_equal_and_huge_logits(offset: float, beta: float, dtype: torch.dtype) -
     torch.testing.assert_close(out[:, 1].float(), one[:, 1], rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
 def test_what_is_no_number_stays_so_and_rows_without_keys_give_nothing() -> None:
     """A beta that is NaN; and an infinite value before all keys of some rows, which see none."""
     case = Case("rows without keys", queries=556, keys=300, geometry=FROM_THE_END, **WIDE)
-    given = inputs(case, torch.bfloat16, "cuda")
-    beta = torch.ones(1, 1, 556, device="cuda")
+    given = inputs(case, torch.bfloat16, DEVICE)
+    beta = torch.ones(1, 1, 556, device=DEVICE)
     beta[..., 400] = torch.nan
-    (out, _), _, _ = attended(given, beta)
+    out, _, _ = attended(given, beta)
     assert torch.equal(out.isnan().any(-1), beta.isnan())
     given.v[:, :, 0] = torch.inf
-    (out, lse), _, _ = attended(given)
+    out, lse, _ = attended(given)
     assert not out[:, :, :256].any()
-    assert torch.equal(lse.isinf(), torch.arange(556, device="cuda")[None, None] < 256)
+    assert torch.equal(lse.isinf(), torch.arange(556, device=DEVICE)[None, None] < 256)
 
 
-@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
 def test_the_order_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sections of 5 of 64 sequences, the last one narrower; and the same bits every time."""
-    case = Case("sections", batch=4, heads=16, key_heads=16, queries=1300, keys=1300, geometry=CAUSAL, **NARROW)
-    given = inputs(case, torch.bfloat16, "cuda")
-    whole, again = attended(given)[0], attended(given)[0]
-    monkeypatch.setattr(hopper, "SECTION", 5 * 1300 * 64 * 4)
+    """Sections of a few of all sequences, the last one narrower; and the same bits every time."""
+    batch, heads, length, section = (4, 16, 1300, 5) if ON_HOPPER else (1, 5, 300, 2)
+    sizes = {"queries": length, "keys": length, **NARROW}
+    case = Case("sections", batch=batch, heads=heads, key_heads=heads, geometry=CAUSAL, **sizes)
+    given = inputs(case, torch.bfloat16, DEVICE)
+    whole, again = attended(given)[:2], attended(given)[:2]
+    monkeypatch.setattr(hopper, "SECTION", section * length * 64 * 4)
     forget_launches()
-    parts = attended(given)[0]
+    parts = attended(given)[:2]
     for a, b, c in zip(whole, again, parts, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_kernels")
 def test_in_a_cuda_graph() -> None:
     given = inputs(CASES[2], torch.bfloat16, "cuda")
     attended(given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        (out, _), _, _ = attended(given)
+        out, _, _ = attended(given)
     given.q.copy_(given.q.flip(2))
     graph.replay()
-    assert torch.equal(out, attended(given)[0][0])
+    assert torch.equal(out, attended(given)[0])
 
 
 REFUSED: list[tuple[str, Case, dict[str, Any]]] = [
