@@ -4,7 +4,8 @@
 
 NAME is a model's as for ``sharpmax diagnose``; it reads this package's source, wherever it runs. Of each layer one file
 is written, ``layerN.safetensors``, with q, k and v ``[batch, heads, length, columns]`` in bfloat16, which
-``benchmarks.attention --heads`` measures on a GPU.
+``benchmarks.attention --heads`` measures on a GPU and ``benchmarks.dead_blocks`` looks at on a CPU. Both take attention
+for causal: of a model with windows, ask for layers without one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def record(
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Of each of the layers, its tensors; each of ``batch`` texts goes on where the one before ends."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from benchmarks.diagnostics import tokens
@@ -41,6 +43,7 @@ def record(
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
     ALL_ATTENTION_FUNCTIONS.register("benchmark_recorded_heads", attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("benchmark_recorded_heads", sdpa_mask)  # without it, windows would be lost
     loaded, tokenizer = load(name, dtype=torch.bfloat16, attn_implementation="benchmark_recorded_heads")
     model: Any = loaded
     model.to(device)

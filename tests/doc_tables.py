@@ -408,11 +408,43 @@ def tiles_phrase() -> str:
     return f"those in use take at most {100 * max(lost):.0f} % longer than the best"
 
 
+def dead_blocks_phrases() -> list[str]:
+    """What docs/attention.md says of blocks that the second pass could skip."""
+    found = load("benchmarks/results/dead_blocks_cpu.json")
+    models = {(case["model"], case["length"]): case for case in found["models"]}
+    case = models["smollm2-135m-instruct", 8192]
+    exact, rounded = (case["summary"]["paper"][kind] for kind in ("float32", "bfloat16"))
+    layers = [(x["share_dead"]["128x128"], x["forward_at_best"]["128x128"]) for x in case["recorded"]]
+    most, at_best = max((shares["paper"]["float32"], best["paper"]["float32"]) for shares, best in layers)
+    heads = [x for layer in case["recorded"] for x in layer["share_dead_of_heads"]["128x128"]["paper"]["float32"]]
+    long = models["gemma-3-270m", 16384]["summary"]
+    nothing = [
+        case["summary"]["softmax"]["float32"]["largest_of_a_head"],
+        *(models[name, 2048]["summary"]["paper"]["float32"]["largest_of_a_head"] for name, _ in models),
+        *(share for noise in found["gaussian"] for share in noise["share_dead"]["128x128"]["paper"].values()),
+    ]
+    assert not any(nothing)
+
+    def percent(share: float) -> str:
+        return f"{100 * share:.1f} %"
+
+    return [
+        f"in all {len(heads)} heads of SmolLM2 135M, {percent(exact['share_dead']['128x128'])} of the blocks",
+        f"({percent(most)} in the layer with the most, {percent(max(heads))} in one head, none in {heads.count(0)} "
+        f"heads), so that forward would take {exact['forward_at_best']} times as long at best, and {at_best} times in "
+        "that layer",
+        f"would hide {percent(rounded['share_dead']['128x128'])} ({rounded['forward_at_best']} times at best",
+        f"over 16,384, in the {long['heads']} heads of Gemma 3 270M without a window, "
+        f"{percent(long['paper']['float32']['share_dead']['128x128'])} (",
+    ]
+
+
 def attention_doc_phrases() -> list[str]:
     """What docs/attention.md says of the same."""
     ranges = attention_ranges(MAIN[2])
     return [
         tiles_phrase(),
+        *dead_blocks_phrases(),
         *short_phrases(),
         *decode_phrases(),
         *decode_limits(),
