@@ -7,12 +7,13 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from sharpmax import RowStats, adaptive_temperature_softmax, row_stats
 from sharpmax.torch import row_stats as torch_row_stats
-from sharpmax.torch import scaled_dot_product_attention
+from sharpmax.torch import scaled_dot_product_attention, stock_on_cpu
 from sharpmax.torch.geometry import Geometry
 
 from .cases import Case, raw_cases
@@ -102,19 +103,19 @@ def torch_cuda(case: Case) -> Result:
     return _torch_autograd(case, "cuda")
 
 
-def _row_of_a_head(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _row_of_a_head(case: Case, device: str, columns: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One query and keys whose products are the case's logits, and which keys it keeps."""
     x, _, _ = _torch_inputs(case, device)
     kept = torch.tensor(case.kept, device=device)
-    key = torch.zeros(1, 1, case.n, 16, dtype=x.dtype, device=device)
+    key = torch.zeros(1, 1, case.n, columns, dtype=x.dtype, device=device)
     key[..., 0] = torch.where(kept, x, 0)
-    query = torch.zeros(1, 1, 1, 16, dtype=x.dtype, device=device)
+    query = torch.zeros(1, 1, 1, columns, dtype=x.dtype, device=device)
     query[..., 0] = 1
     return query, key, kept
 
 
-def _torch_attention(case: Case, device: str, impl: str) -> Result:
-    query, key, kept = _row_of_a_head(case, device)
+def _torch_attention(case: Case, device: str, impl: str, columns: int = 16) -> Result:
+    query, key, kept = _row_of_a_head(case, device, columns)
     key.requires_grad_(True)
     given: dict[str, Any] = {"attn_mask": kept, "scale": 1.0, "impl": impl}
     stats = torch_row_stats(query, key, with_min=True, **given)
@@ -125,9 +126,10 @@ def _torch_attention(case: Case, device: str, impl: str) -> Result:
     if impl != "reference" and case.id.startswith("offsets/"):
         # backward, weights come from logsumexp, in which an offset of 1e4 leaves fewer digits
         return collected(*row, rounded=impl == "triton")
-    value = _torch_inputs(case, device)[2][None, None, :, None]
+    value = torch.zeros_like(identity)
+    value[..., 0] = _torch_inputs(case, device)[2]
     output = scaled_dot_product_attention(query, key, value, policy=policy_of(case), **given)
-    (gradient,) = torch.autograd.grad(output, key, torch.ones_like(output))
+    (gradient,) = torch.autograd.grad(output[..., 0].sum(), key)
     return collected(*row, gradient[0, 0, :, 0], rounded=impl == "triton")
 
 
@@ -138,7 +140,18 @@ def torch_attention_reference(case: Case) -> Result:
 
 @register("torch-attention-streaming", takes=attends)
 def torch_attention_streaming(case: Case) -> Result:
-    return _torch_attention(case, "cpu", "streaming")
+    """In blocks of its own: torch's kernel takes no values of another width than the query's."""
+    with patch.object(stock_on_cpu, "attend", side_effect=AssertionError):
+        return _torch_attention(case, "cpu", "streaming", columns=case.n + 1)
+
+
+@register("torch-attention-streaming-by-torch", takes=lambda row: attends(row) and not row["id"].startswith("offsets/"))
+def torch_attention_streaming_by_torch(case: Case) -> Result:
+    """With torch's kernel for the second pass, to which an offset of 1e4 leaves fewer digits of the output, too."""
+    with patch.object(stock_on_cpu, "attend", wraps=stock_on_cpu.attend) as taken:
+        result = _torch_attention(case, "cpu", "streaming", columns=case.n)
+    assert taken.called or case.policy["kind"] == "Hard"
+    return result
 
 
 @register("torch-attention-triton", gpu="torch", takes=kernels_attend)

@@ -7,6 +7,7 @@ visible logit are never computed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -75,10 +76,34 @@ class Rows(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Which logits of a block do not count: those before column ``first`` do, ``where`` tells of the others."""
+    """Which logits of a block do not count: those before column ``first`` do, ``kept`` tells of the others.
+
+    It has all bits of those that count, and none of the others, in numbers of the width of logits: on a CPU, these are
+    filled by bits in a tenth of the time that ``masked_fill_`` takes.
+    """
 
     first: int
-    where: Tensor
+    kept: Tensor
+
+    @classmethod
+    def of(cls, first: int, seen: Tensor, dtype: torch.dtype) -> Hidden:
+        return cls(first, seen.to(WHOLE[dtype]).neg_())
+
+    def fill(self, block: Tensor, value: float) -> None:
+        """Put ``value`` where logits of a block do not count, whatever was there."""
+        part = block[..., self.first :].view(self.kept.dtype)
+        part.bitwise_and_(self.kept)
+        if value != 0:
+            part.bitwise_or_(self.kept.add(1).mul_(_bits(value, block.dtype)))
+
+
+WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
+"""Whole numbers of the width of what is accumulated in."""
+
+
+@functools.cache
+def _bits(value: float, dtype: torch.dtype) -> int:
+    return int(torch.tensor(value, dtype=dtype).view(WHOLE[dtype]))
 
 
 class Span:
@@ -93,7 +118,7 @@ class Span:
         self.lengths = None
         shortest = longest = call.k.shape[2]
         if call.key_lengths is not None:
-            self.lengths = call.key_lengths[batches].view(-1, 1, 1, 1, 1)
+            self.lengths = call.key_lengths[batches].to(torch.int32).view(-1, 1, 1, 1, 1)
             shortest = 0
             if call.q.device.type == "cpu":
                 shortest, longest = (int(x) for x in torch.aminmax(self.lengths.clamp(0, longest)))
@@ -144,6 +169,15 @@ class Span:
     def hidden(self, rows: Rows, keys: tuple[int, int]) -> Hidden | None:
         """Which logits of a block do not count, broadcastable to ``[b, h, group, rows, keys]``; ``None`` if all do."""
         call, (start, stop) = self.call, keys
+        if call.mask is not None or self.lengths is not None:
+            return self._hidden(rows, keys)
+        place = (rows.first - start, rows.last - rows.first, stop - start)  # what a band hides follows from that
+        if place not in call.bands:
+            call.bands[place] = self._hidden(rows, keys)
+        return call.bands[place]
+
+    def _hidden(self, rows: Rows, keys: tuple[int, int]) -> Hidden | None:
+        call, (start, stop) = self.call, keys
         left, right = call.geometry.left, call.geometry.right
         clear = stop <= self.shortest
         clear &= left == ALL or start >= rows.last - 1 + self.shifts[1] - left
@@ -154,7 +188,7 @@ class Span:
         if first < stop - start:
             first = first if call.mask is None else 0
             lengths = call.k.shape[2] if self.lengths is None else self.lengths
-            at = torch.arange(rows.first, rows.last, device=call.q.device)
+            at = torch.arange(rows.first, rows.last, device=call.q.device, dtype=torch.int32)
             seen = call.geometry.visible(at, call.positions[start + first : stop], call.q.shape[2], lengths)
         elif call.mask is not None:
             first = 0
@@ -162,7 +196,7 @@ class Span:
             tile = self.mask_tile(rows, keys)
             there = tile if tile.dtype == torch.bool else shown(tile, call.dtype)
             seen = there if seen is None else seen & there
-        return None if seen is None else Hidden(first, ~seen)
+        return None if seen is None else Hidden.of(first, seen, call.dtype)
 
     def mask_index(self, rows: Rows, keys: tuple[int, int]) -> tuple[slice, ...]:
         """Where the mask of a block stands in the mask, whose axes may have size 1."""
@@ -202,7 +236,7 @@ class Span:
     def fill(self, block: Tensor, hidden: Hidden | None, value: float) -> None:
         """Put ``value`` where logits do not count."""
         if hidden is not None:
-            self.wide(block)[..., hidden.first :].masked_fill_(hidden.where, value)
+            hidden.fill(self.wide(block), value)
 
 
 class Block(NamedTuple):
@@ -230,7 +264,8 @@ class Call:
         self.dtype = accumulation(q.dtype)
         self.biased = mask is not None and mask.dtype != torch.bool
         self.buffers = Buffers(q)
-        self.positions = torch.arange(k.shape[2], device=q.device)
+        self.positions = torch.arange(k.shape[2], device=q.device, dtype=torch.int32)
+        self.bands: dict[tuple[int, int, int], Hidden | None] = {}
         self.sizes = CPU if q.device.type == "cpu" else ACCELERATOR
 
     def spans(self) -> Iterator[Span]:

@@ -192,7 +192,7 @@ def _visible(span: Span, rows: Rows, keys: tuple[int, int], shape: tuple[int, ..
     """Which logits of a block count, ``[b, h, group, rows, keys]``."""
     visible = torch.ones((*shape, keys[1] - keys[0]), dtype=torch.bool, device=span.key.device)
     if (hidden := span.hidden(rows, keys)) is not None:
-        visible[..., hidden.first :] &= ~hidden.where
+        visible[..., hidden.first :] &= hidden.kept != 0
     return visible
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.stats import ZERO_EXPONENT
 from . import stock_on_cpu
-from .blocks import Block, Call, Rows, Span, add_product, hidden_logit, product
+from .blocks import Block, Call, Rows, Span, add_product, hidden_logit, product, shown
 from .geometry import Geometry, visible_counts
 
 LOG2E = math.log2(math.e)
@@ -40,21 +40,18 @@ def row_stats(
     highest, total, moment = (q.new_zeros(q.shape[:-1], dtype=call.dtype) for _ in range(3))
     highest.fill_(-math.inf)
     lowest = torch.full_like(highest, math.inf) if with_min else None
-    count = torch.zeros_like(highest, dtype=torch.int32) if mask is not None else _counts(call)
+    count = _counts(call)
     for span in call.spans():
         for rows in span.rows():
             if not rows.keys:
                 continue
             query = span.query(rows)
             parts = call.buffers("parts", 3, len(rows.keys), span.n, query.shape[1])
-            smallest, seen = None, None
+            smallest = None
             for i, keys in enumerate(rows.keys):
                 block = span.logits(query, rows, keys)
                 if with_min:
                     smallest = _minimum(span, block, smallest)
-                if mask is not None:
-                    shown = (block.logits > hidden_logit(call.dtype)).sum(-1, dtype=torch.int32)
-                    seen = shown if seen is None else seen + shown
                 _statistics(call, block.logits, parts[:, i])
             top, summed, weighted = _merged(parts)
             span.put_rows(highest, rows, top)
@@ -62,8 +59,6 @@ def row_stats(
             span.put_rows(moment, rows, weighted)
             if lowest is not None and smallest is not None:
                 span.put_rows(lowest, rows, smallest)
-            if seen is not None:
-                span.put_rows(count, rows, seen)
     return highest, total, moment, lowest, count
 
 
@@ -94,7 +89,7 @@ def row_stats_backward(
                 t = block.logits.sub_(top)
                 if call.biased:
                     t.clamp_(min=ZERO_EXPONENT)
-                dz = torch.addcmul(constant, t, d_moment, out=call.buffers("gradient", *t.shape)).mul_(t.exp_())
+                dz = torch.addcmul(constant, t, d_moment, out=call.buffers("gradient", *t.shape)).mul_(powers_(t))
                 span.fill(dz, block.hidden, 0.0)
                 gradients.add(span, rows, keys, dz, block, query, dq, dk)
             span.put_rows(gradients.dq, rows, dq.mul_(geometry.scale))
@@ -120,8 +115,8 @@ def attend(
     The first is in the type of ``q`` if ``rounded``, else in that which it was computed in. Rows of infinite beta are
     hard: uniform over their maxima. Their second result means nothing.
     """
-    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
-        out, lse = stock_on_cpu.attend(q, k, v, beta, geometry)
+    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, dropout_p):
+        out, lse = stock_on_cpu.attend(q, k, v, beta, geometry, mask, key_lengths)
         return out.to(q.dtype) if rounded else out, lse
     call = Call(q, k, v, geometry, mask, key_lengths)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype if rounded else call.dtype)
@@ -140,7 +135,7 @@ def attend(
                 fade = factor.exponent(top - higher).exp_().masked_fill_(total == 0, 0.0)  # beta may be negative
                 w = factor.exponent(block.logits.sub_(higher))
                 span.fill(w, block.hidden, -math.inf)
-                total = total.mul_(fade).add_(w.exp_().sum(-1, keepdim=True))
+                total = total.mul_(fade).add_(powers_(w).sum(-1, keepdim=True))
                 dropout.apply(w)
                 add_product(result.mul_(fade), w, span.value[:, slice(*keys)])
                 top = higher
@@ -172,8 +167,9 @@ def attend_backward(
 
     That of a small beta is exact where ``row_max`` is given, the maxima of logits.
     """
-    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
-        return *stock_on_cpu.backward(q, k, v, beta, geometry, out, lse, grad_out, need_beta), None
+    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, dropout_p, of_numbers=need_beta or need_mask):
+        given = (q, k, v, beta, geometry, mask, key_lengths, out, lse, grad_out, need_beta)
+        return *stock_on_cpu.backward(*given), None
     call = Call(q, k, v, geometry, mask, key_lengths)
     gradients = _Gradients(call, need_mask)
     grad_value = torch.zeros_like(v)
@@ -194,7 +190,7 @@ def attend_backward(
                 t = block.logits.sub_(centre)
                 w = factor.exponent(torch.add(t, 0.0, out=call.buffers("weights", *t.shape))).add_(constant)
                 span.fill(w, block.hidden, -math.inf)
-                w.exp_()
+                powers_(w)
                 g = product(do, span.value[:, slice(*keys)].mT, call.buffers("gradient", *t.shape))
                 kept = dropout.draw(w)
                 if kept is not None:
@@ -218,17 +214,34 @@ def attend_backward(
 
 
 def _counts(call: Call) -> Tensor:
-    """How many keys each row sees, where no mask says otherwise."""
+    """How many keys each row sees, ``[B, Hq, Lq]``."""
+    geometry, mask, queries = call.geometry, call.mask, call.q.shape[2]
     lengths = call.k.shape[2] if call.key_lengths is None else call.key_lengths[:, None, None]
-    rows = torch.arange(call.q.shape[2], device=call.q.device)
-    return visible_counts(call.geometry, rows, call.q.shape[2], lengths).expand(call.q.shape[:-1]).contiguous()
+    rows = torch.arange(queries, device=call.q.device)
+    if mask is None:
+        return visible_counts(geometry, rows, queries, lengths).expand(call.q.shape[:-1]).contiguous()
+    count = torch.empty(call.q.shape[:-1], dtype=torch.int32, device=call.q.device)
+    lengths = lengths[..., None] if isinstance(lengths, Tensor) else lengths
+    for first in range(0, queries, call.sizes.rows):
+        part = slice(first, first + call.sizes.rows)
+        tile = mask if mask.shape[2] == 1 else mask[:, :, part]
+        seen = tile if tile.dtype == torch.bool else shown(tile, call.dtype)
+        visible = geometry.visible(rows[part], call.positions, queries, lengths)
+        seen = seen if visible is None else seen & visible
+        count[:, :, part] = seen.sum(-1, dtype=torch.int32) * (1 if seen.shape[-1] > 1 else call.k.shape[2])
+    return count
+
+
+def powers_(t: Tensor) -> Tensor:
+    """``e^t`` in place of ``t``; by powers of 2, since ``exp`` takes many times as long far below 0, on a CPU."""
+    return t.mul_(LOG2E).exp2_()
 
 
 def _statistics(call: Call, z: Tensor, into: Tensor) -> None:
     """Maximum, sum and moment of the rows of a block, which is overwritten."""
     top = torch.amax(z, -1, keepdim=True, out=into[0, ..., None])
     t = z.sub_(top)
-    e = torch.mul(t, LOG2E, out=call.buffers("exponentials", *t.shape)).exp2_()  # half the time of exp, on a CPU
+    e = torch.mul(t, LOG2E, out=call.buffers("exponentials", *t.shape)).exp2_()
     torch.sum(e, -1, out=into[1])
     torch.sum(e.mul_(t), -1, out=into[2])
 
@@ -245,14 +258,9 @@ def _merged(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _minimum(span: Span, block: Block, smallest: Tensor | None) -> Tensor:
-    z, hidden = block.logits, block.hidden
-    if hidden is None:
-        lowest = z.amin(-1)
-    else:
-        rest = span.wide(z)[..., hidden.first :].masked_fill(hidden.where, math.inf)
-        lowest = rest.amin(-1).view(z.shape[:-1])
-        if hidden.first:
-            lowest = torch.minimum(lowest, z[..., : hidden.first].amin(-1))
+    z = block.logits if block.hidden is None else block.logits.clone()
+    span.fill(z, block.hidden, math.inf)
+    lowest = z.amin(-1)
     return lowest if smallest is None else torch.minimum(lowest, smallest)
 
 
