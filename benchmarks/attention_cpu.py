@@ -1,8 +1,9 @@
 """Attention with adaptive temperature on a CPU against torch's own attention and against a literal Figure 4.
 
-    python -m benchmarks.attention_cpu [--lengths 4096 16384] [--rounds 3] [--threads N]
+    python -m benchmarks.attention_cpu [--lengths 4096 16384] [--hidden-up-to 4096] [--rounds 3] [--threads N]
 
 One head, float32. Logits are scaled so that the paper's polynomial acts; the share of rows with beta > 1.3 is recorded.
+Up to --hidden-up-to keys, there are calls with masks and windows too; torch's own attention gets those as masks.
 The functions run in turn, round after round, and ratios are those of their median times. Figure 4 holds all logits and
 is left out above --figure4-up-to.
 """
@@ -40,22 +41,45 @@ def tensors(length: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     return q * factor, k * factor, v
 
 
-def figure4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+KINDS = ("full", "causal", "key lengths", "boolean mask", "mask of numbers", "window")
+WINDOW = 256
+
+
+def options(kind: str, length: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a kind of call gives sharpmax, and torch's own attention."""
+    if kind == "key lengths":
+        valid = length - length // 8
+        return {"key_lengths": torch.tensor([valid])}, {"attn_mask": (torch.arange(length) < valid).view(1, 1, 1, -1)}
+    if kind == "window":
+        seen = torch.ones(length, length, dtype=torch.bool).tril_().triu_(1 - WINDOW)
+        return {"is_causal": True, "window": WINDOW}, {"attn_mask": seen}
+    if kind in ("full", "causal"):
+        causal = {"is_causal": kind == "causal"}
+        return causal, causal
+    mask = torch.rand(length, length, generator=torch.Generator().manual_seed(1)) > 0.3
+    if kind == "mask of numbers":
+        mask = torch.where(mask, 0.0, -math.inf)
+    given = {"attn_mask": mask}
+    return given, given
+
+
+def figure4(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     logits = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
-    if causal:
-        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu_(1)
+    if is_causal:
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril_()
+    if attn_mask is not None:
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
         logits.masked_fill_(hidden, -1e9)
     return torch_figure4(logits) @ v
 
 
-def calls(q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: str, with_figure4: bool) -> dict[str, Call]:
+def calls(q: Tensor, k: Tensor, v: Tensor, kind: str, direction: str, with_figure4: bool) -> dict[str, Call]:
+    ours, theirs = options(kind, k.shape[2])
     functions: dict[str, Callable[..., Tensor]] = {
-        "torch": functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=causal),
-        "sharpmax": functools.partial(scaled_dot_product_attention, is_causal=causal),
-        "detached": functools.partial(
-            scaled_dot_product_attention, is_causal=causal, policy=sharpmax.detached(sharpmax.PAPER)
-        ),
-        "figure4": functools.partial(figure4, causal=causal),
+        "torch": functools.partial(torch.nn.functional.scaled_dot_product_attention, **theirs),
+        "sharpmax": functools.partial(scaled_dot_product_attention, **ours),
+        "detached": functools.partial(scaled_dot_product_attention, **ours, policy=sharpmax.detached(sharpmax.PAPER)),
+        "figure4": functools.partial(figure4, **theirs),
     }
     if direction == "forward":
         functions.pop("detached")
@@ -74,12 +98,10 @@ def seconds(call: Call) -> float:
     return time.perf_counter() - start
 
 
-def measured(
-    length: int, columns: int, causal: bool, direction: str, rounds: int, figure4_up_to: int
-) -> dict[str, Any]:
+def measured(length: int, columns: int, kind: str, direction: str, rounds: int, figure4_up_to: int) -> dict[str, Any]:
     q, k, v = tensors(length, columns)
-    result = scaled_dot_product_attention(q, k, v, is_causal=causal, return_stats=True)
-    made = calls(q, k, v, causal, direction, length <= figure4_up_to)
+    result = scaled_dot_product_attention(q, k, v, **options(kind, length)[0], return_stats=True)
+    made = calls(q, k, v, kind, direction, length <= figure4_up_to)
     for call in made.values():
         call()
     samples = [{name: seconds(call) for name, call in made.items()} for _ in range(rounds)]
@@ -87,7 +109,7 @@ def measured(
     return {
         "length": length,
         "columns": columns,
-        "causal": causal,
+        "kind": kind,
         "direction": direction,
         "share_beta_above_1_3": round(float((result.beta > 1.3).float().mean()), 4),
         "milliseconds": {name: round(1000 * t, 2) for name, t in times.items()},
@@ -100,6 +122,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--columns", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--directions", nargs="+", default=["forward", "forward+backward"])
+    parser.add_argument("--hidden-up-to", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--figure4-up-to", type=int, default=16384)
@@ -111,9 +134,9 @@ def main() -> None:
     for length in arguments.lengths:
         for columns in arguments.columns:
             for direction in arguments.directions:
-                for causal in (False, True):
+                for kind in KINDS if length <= arguments.hidden_up_to else KINDS[:2]:
                     results.append(
-                        measured(length, columns, causal, direction, arguments.rounds, arguments.figure4_up_to)
+                        measured(length, columns, kind, direction, arguments.rounds, arguments.figure4_up_to)
                     )
                     print(json.dumps(results[-1]), flush=True)
     content = {
