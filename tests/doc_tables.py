@@ -126,14 +126,20 @@ def attention_memory() -> str:
     return markdown(["", "cuDNN", "sharpmax", "sharpmax, `stock`"], lines)
 
 
+CPUS = {"attention_cpu": "AMD EPYC", "attention_cpu_intel": "Intel Xeon at 2.1 GHz"}
+"""Result files, and on whose cores they were made."""
+
+
 def attention_on_a_cpu() -> str:
-    """Times on a CPU as multiples of torch's own attention."""
+    """Times on CPUs as multiples of torch's own attention."""
+    names = {"sharpmax": "sharpmax", "detached": "policy detached", "figure4": "Figure 4, literal"}
+    found = [load(f"benchmarks/results/{file}.json")["results"] for file in CPUS]
     lines = []
-    for case in load("benchmarks/results/attention_cpu.json")["results"]:
-        ratios = case["ratio_to_torch"]
-        cells = [f"{ratios[name]:.2f}x" if name in ratios else "-" for name in ("sharpmax", "detached", "figure4")]
-        lines.append([f"{case['length']:,}, {case['kind']}, {case['direction']}", *cells])
-    return markdown(["", "sharpmax", "policy detached", "Figure 4, literal"], lines)
+    for cases in zip(*found, strict=True):
+        (call,) = {f"{case['length']:,}, {case['kind']}, {case['direction']}" for case in cases}
+        ratios = [case["ratio_to_torch"].get(name) for case in cases for name in names]
+        lines.append([call, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)])
+    return markdown(["", *(f"{cpu}: {label}" for cpu in CPUS.values() for label in names.values())], lines)
 
 
 def attention_errors() -> str:
