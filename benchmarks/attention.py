@@ -1,6 +1,7 @@
 """Attention with adaptive temperature on a GPU, against stock attention and a literal Figure 4, in speed and in error.
 
-    python -m benchmarks.attention [--quick] [--flex] [--lengths N ...] [--heads FILE ...] [--out FILE]
+    python -m benchmarks.attention [--quick] [--flex] [--parts NAME ...] [--lengths N ...] [--only NAME ...]
+                                   [--heads FILE ...] [--out FILE]
 
 Two ways of ``sharpmax.torch.scaled_dot_product_attention`` are measured: what ``impl="auto"`` takes, and
 ``impl="stock"``, where a kernel gives statistics, beta and ``beta * q``, and stock attention (cuDNN) does the rest. On
@@ -16,7 +17,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from sharpmax.torch.triton.tiles import tiles_for
 MAIN = (4, 16, 4096, 128)
 SHAPES = ((4, 16, 1024, 128), (4, 16, 2048, 128), MAIN, (1, 16, 16384, 128), (1, 16, 32768, 128), (1, 16, 16384, 64))
 LONG = ((1, 16, 131072, 128), (1, 4, 1048576, 128))
+PARTS = ("results", "standard_normal", "accuracy", "long")
 ENTROPY = 3.0  # where the paper's polynomial acts; logits of deviation d have entropy log(n) - d^2 / 2
 POLICY: Any = sharpmax.PAPER.lower()
 DETACHED = sharpmax.detached(sharpmax.PAPER)
@@ -231,10 +233,13 @@ def measured(name: str, function: Forward, quick: bool) -> dict[str, Any]:
         torch.cuda.empty_cache()
 
 
-def speed(x: Inputs, compared: dict[str, Forward], quick: bool, **about: Any) -> dict[str, Any]:
-    """Times of what is compared, as they are and as multiples of cuDNN's."""
+def speed(
+    x: Inputs, compared: dict[str, Forward], quick: bool, only: Sequence[str] = (), **about: Any
+) -> dict[str, Any]:
+    """Times of what is compared (cuDNN's and ``only`` those, if any), as they are and as multiples of cuDNN's."""
     _, beta, _ = statistics(x, scaled_query=False)
-    times = {name: measured(name, function, quick) for name, function in compared.items()}
+    wanted = ("cudnn", *only) if only else ("",)
+    times = {name: measured(name, function, quick) for name, function in compared.items() if name.startswith(wanted)}
     for name, time in times.items():
         peer = "cudnn forward" + ("+backward" if "+backward" in name else "")
         if time["ms"] is not None and times[peer]["ms"] is not None:
@@ -255,25 +260,27 @@ def speed(x: Inputs, compared: dict[str, Forward], quick: bool, **about: Any) ->
 
 
 def gaussian(
-    shape: tuple[int, int, int, int], causal: bool, quick: bool, flex: bool, deviation: float | None = None
-) -> dict[str, Any]:
+    shape: tuple[int, int, int, int], causal: bool, quick: bool, flex: bool, only: Sequence[str],
+    deviation: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     deviation = deviation_for(shape[2]) if deviation is None else deviation
     x = made(shape, causal, deviation, torch.bfloat16)
     compared = functions(x, flex and shape == MAIN, shape == MAIN)
-    return speed(x, compared, quick, logit_deviation=round(deviation, 3))
+    return speed(x, compared, quick, only, logit_deviation=round(deviation, 3))
 
 
-def long(shape: tuple[int, int, int, int]) -> dict[str, Any]:
-    x = made(shape, True, deviation_for(shape[2]), torch.bfloat16)
-    return speed(x, few(x, backward=shape == LONG[0]), True, logit_deviation=round(deviation_for(shape[2]), 3))
+def long(shape: tuple[int, int, int, int], only: Sequence[str]) -> dict[str, Any]:
+    deviation = deviation_for(shape[2])
+    x = made(shape, True, deviation, torch.bfloat16)
+    return speed(x, few(x, backward=shape == LONG[0]), True, only, logit_deviation=round(deviation, 3))
 
 
-def recorded(path: Path) -> dict[str, Any]:
+def recorded(path: Path, only: Sequence[str]) -> dict[str, Any]:
     """The heads of a real layer, causal."""
     said, tensors = read(path)
     q, k, v = (t.to("cuda").requires_grad_() for t in tensors)
     x = Inputs(q, k, v, torch.randn_like(v), True)
-    return speed(x, functions(x, False, False), True, model=said["model"], layer=int(said["layer"]))
+    return speed(x, functions(x, False, False), True, only, model=said["model"], layer=int(said["layer"]))
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -338,7 +345,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one shape, causal and full, short timings")
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation is slow")
-    parser.add_argument("--lengths", type=int, nargs="*", help="these lengths, and nothing else")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="these parts of the result")
+    parser.add_argument("--lengths", type=int, nargs="+", help="these lengths alone")
+    parser.add_argument("--only", nargs="+", default=(), help="cuDNN, and functions whose names begin like these")
     parser.add_argument("--heads", type=Path, nargs="+", help="files of recorded heads, and nothing else")
     parser.add_argument(
         "--out",
@@ -346,7 +355,7 @@ def main() -> None:
         help="attention_cuda.json of benchmarks/results, or for --heads, attention_recorded_cuda.json",
     )
     arguments = parser.parse_args()
-    quick, flex = arguments.quick, arguments.flex
+    quick, flex, only = arguments.quick, arguments.flex, arguments.only
     name = "attention_recorded_cuda.json" if arguments.heads else "attention_cuda.json"
     out: Path = arguments.out or Path(__file__).parent / "results" / name
     if not torch.cuda.is_available():
@@ -364,15 +373,20 @@ def main() -> None:
             write_text(out, json.dumps(finite, indent=2) + "\n")
 
     if arguments.heads:
-        save("recorded", (recorded(path) for path in arguments.heads))
+        save("recorded", (recorded(path, only) for path in arguments.heads))
         return
-    lengths = arguments.lengths or ([MAIN[2]] if quick else [shape[2] for shape in SHAPES])
-    shapes = [shape for shape in SHAPES if shape[2] in lengths]
-    save("results", (gaussian(shape, causal, quick, flex) for shape in shapes for causal in (False, True)))
-    if not arguments.lengths:
-        save("standard_normal", [] if quick else [gaussian(MAIN, True, quick, False, 1.0)])
-        save("accuracy", (accuracy(causal, torch.bfloat16) for causal in ((True,) if quick else (False, True))))
-        save("long", () if quick else (long(shape) for shape in LONG))
+    lengths = arguments.lengths or ([MAIN[2]] if quick else [shape[2] for shape in (*SHAPES, *LONG)])
+    shapes, longest = ([shape for shape in found if shape[2] in lengths] for found in (SHAPES, LONG))
+    kinds = (True,) if quick else (False, True)
+    parts = {
+        "results": (gaussian(shape, causal, quick, flex, only) for shape in shapes for causal in (False, True)),
+        "standard_normal": (gaussian(MAIN, True, quick, False, only, 1.0) for _ in range(not quick)),
+        "accuracy": (accuracy(causal, torch.bfloat16) for causal in kinds),
+        "long": (long(shape, only) for shape in longest),
+    }
+    for part in PARTS:
+        if part in arguments.parts:
+            save(part, parts[part])
 
 
 if __name__ == "__main__":
