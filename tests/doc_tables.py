@@ -68,9 +68,21 @@ def shown(time: dict[str, Any]) -> str:
     return "out of memory" if time["ms"] is None else f"{time['ms']:,.2f} ms ({time['ratio_to_cudnn']:.2f}x)"
 
 
+def attention_results() -> list[dict[str, Any]]:
+    """Results of attention on a GPU, with later times of what was measured again. Each knows its own run's cuDNN."""
+    again = {
+        (*case["shape"], case["causal"]): case["times"]
+        for case in load("benchmarks/results/attention_gradient_cuda.json")["results"]
+    }
+    return [
+        case | {"times": case["times"] | again.get((*case["shape"], case["causal"]), {})}
+        for case in load("benchmarks/results/attention_cuda.json")["results"]
+    ]
+
+
 def attention_speed() -> str:
     """Milliseconds on a GPU, as multiples of cuDNN's, forward and forward with backward."""
-    found = [case for case in load("benchmarks/results/attention_cuda.json")["results"] if case["shape"] == MAIN]
+    found = [case for case in attention_results() if case["shape"] == MAIN]
     head = ["", *(f"{'causal' if case['causal'] else 'full'}, {what}" for case in found for what in DIRECTIONS)]
     rows = {
         "cudnn": "torch, cuDNN",
@@ -95,9 +107,8 @@ def attention_speed() -> str:
 
 def attention_lengths() -> str:
     """Times from 4,096 tokens on, and those of cuDNN and of Figure 4."""
-    found = load("benchmarks/results/attention_cuda.json")
     lines = []
-    for case in found["results"] + found["long"]:
+    for case in attention_results() + load("benchmarks/results/attention_cuda.json")["long"]:
         batch, heads, length, width = case["shape"]
         if length < MAIN[2]:
             continue
@@ -333,17 +344,20 @@ def report_kind(report: dict[str, Any]) -> tuple[str, ...]:
 
 def attention_ranges(least: int) -> dict[str, str]:
     """The smallest and the largest multiple of cuDNN's time, from ``least`` tokens on, in the words of the pages."""
-    found = load("benchmarks/results/attention_cuda.json")
-    cases = [case for case in found["results"] + found["long"] if case["shape"][2] >= least]
+    cases = [case for case in attention_results() if case["shape"][2] >= least]
+    long = load("benchmarks/results/attention_cuda.json")["long"]  # whose gradient is that of a kernel before
+    wide, narrow = ([case for case in cases if (case["shape"][3] == MAIN[3]) is of_main] for of_main in (True, False))
     names = {
-        "forward": "auto forward",
-        "backward": "auto forward+backward",
-        "detached": "auto forward+backward, detached",
+        "forward": ("auto forward", cases + long),
+        "wide forward": ("auto forward", wide + long),
+        "narrow forward": ("auto forward", narrow),
+        "backward": ("auto forward+backward", wide),
+        "narrow backward": ("auto forward+backward", narrow),
+        "detached": ("auto forward+backward, detached", cases),
     }
     ranges = {}
-    for what, name in names.items():
-        ratios = [case["times"][name]["ratio_to_cudnn"] for case in cases if name in case["times"]]
-        ranges[what] = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    for what, (name, there) in names.items():
+        ranges[what] = extremes([case["times"][name]["ratio_to_cudnn"] for case in there])
     for width, peer in ((MAIN[3], "flash"), (64, "narrow flash")):
         there = [case["times"] for case in cases if case["shape"][3] == width and "flash forward" in case["times"]]
         for what in DIRECTIONS:
@@ -351,6 +365,14 @@ def attention_ranges(least: int) -> dict[str, str]:
             low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
             ranges[f"{peer} {what}"] = low if low == high else f"{low} to {high}"
     return ranges
+
+
+def change_of_the_gradient() -> str:
+    """A training step with the kernels of the gradient as they are, as multiples of its time with those before."""
+    before = [case["times"] for case in load("benchmarks/results/attention_cuda.json")["results"]]
+    after = [case["times"] for case in attention_results()]
+    name = "auto forward+backward"
+    return extremes([b[name]["ms"] / a[name]["ms"] for a, b in zip(before, after, strict=True) if a[name] != b[name]])
 
 
 def detached_memory() -> str:
@@ -366,9 +388,11 @@ def readme_speed() -> str:
     """The README's table of attention's time."""
     ranges = attention_ranges(MAIN[2])
     lines = [
-        ["forward, to 1,048,576 tokens", ranges["forward"], ranges["flash forward"]],
-        ["forward and backward, to 131,072", ranges["backward"], ranges["flash forward+backward"]],
-        ["the same with a detached policy, to 32,768", ranges["detached"], ""],
+        ["forward, 128 columns, to 1,048,576 tokens", ranges["wide forward"], ranges["flash forward"]],
+        ["forward, 64 columns", ranges["narrow forward"], ranges["narrow flash forward"]],
+        ["forward and backward, 128 columns", ranges["backward"], ranges["flash forward+backward"]],
+        ["forward and backward, 64 columns", ranges["narrow backward"], ranges["narrow flash forward+backward"]],
+        ["the same with a detached policy", ranges["detached"], ""],
     ]
     return markdown(["", "of cuDNN's", "of FlashAttention 2's"], lines)
 
@@ -458,8 +482,10 @@ def attention_doc_phrases() -> list[str]:
         f"the error of its output was measured at {max(stock_errors()):.0f} times that of stock attention",
         f"{ranges['flash forward']} times as long as FlashAttention 2 (at 64 columns "
         f"{ranges['narrow flash forward']} times)",
-        f"forward and backward together take {ranges['backward']} and {ranges['flash forward+backward']} times "
-        f"(at 64 columns {ranges['narrow flash forward+backward']} times FlashAttention 2)",
+        f"forward and backward together take {ranges['backward']} times as long as cuDNN's (at 64 columns "
+        f"{ranges['narrow backward']} times), and {ranges['flash forward+backward']} times as long as FlashAttention 2 "
+        f"(at 64 columns {ranges['narrow flash forward+backward']} times)",
+        f"which made a training step take {change_of_the_gradient()} times as long",
     ]
 
 

@@ -228,12 +228,13 @@ def test_what_is_no_number_in_a_mask_hides_no_key(impl: str, request: pytest.Fix
     """As in torch, such a row gives no numbers, and others are not touched."""
     if impl == "triton":
         request.getfixturevalue("triton_everywhere")
-    q, k, v = (x.detach() for x in inputs(torch.float32))
     mask = torch.randn(9, 11)
     mask[4, 3], mask[6], mask[7, 2] = math.nan, math.nan, -math.inf
+    q, k, v, mask = (x.detach() for x in place(impl, *inputs(torch.float32), mask))
     found = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, impl=impl)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-    assert torch.equal(found.isnan(), expected.isnan())
+    on_cpu = (x.cpu() for x in (q, k, v, mask))
+    expected = torch.nn.functional.scaled_dot_product_attention(*on_cpu, enable_gqa=True)
+    assert torch.equal(found.isnan().cpu(), expected.isnan())
     assert expected.isnan()[:, :, [4, 6]].all()
 
 
@@ -242,7 +243,7 @@ def test_what_is_no_number_in_a_mask_hides_no_key(impl: str, request: pytest.Fix
 def test_a_window_may_be_wider_than_any_number(impl: str, window: Any, request: pytest.FixtureRequest) -> None:
     if impl == "triton":
         request.getfixturevalue("triton_everywhere")
-    q, k, v = (x.detach() for x in inputs(torch.float32))
+    q, k, v = (x.detach() for x in place(impl, *inputs(torch.float32)))
     found = scaled_dot_product_attention(q, k, v, enable_gqa=True, impl=impl, window=window)
     narrower = (100, 0) if isinstance(window, tuple) and window[1] == 0 else 100
     expected = scaled_dot_product_attention(q, k, v, enable_gqa=True, impl="reference", window=narrower)

@@ -303,9 +303,10 @@ def test_refused_pages() -> None:
 
 def test_old_gpus_are_not_for_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    query, key, value = (x.to("cuda" if torch.cuda.is_available() else "cpu") for x in (Q, K, V))
     for capability, obstacle in ((7, "Ampere"), (8, ""), (9, ""), (0, "")):
         monkeypatch.setattr(choice, "compute_capability", lambda _, found=capability: found)
-        assert obstacle in (decode._obstacle(Q, decode._Cache(K, V, None, None)) or "")
+        assert obstacle in (decode._obstacle(query, decode._Cache(key, value, None, None)) or "")
         assert choice.before_ampere(Q.device) == (capability == 7)
 
 
