@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.exc
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import sharpmax
-from sharpmax.torch import decode_attention, scaled_dot_product_attention, varlen_attention
+from sharpmax.torch import decode_attention, row_stats, scaled_dot_product_attention, varlen_attention
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -70,3 +73,42 @@ def test_another_policy_of_the_same_kind() -> None:
     for top in (2.0, 2.5, 3.0):
         policy = sharpmax.EntropyCurve((0.5, top / 2), (1.0, top))
         torch.testing.assert_close(run(x, policy), attend(x, policy=policy))
+
+
+def tangent_of_dual(function: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "dual numbers": tangent_of_dual,
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).square().sum()))(x),
+}
+DIFFERENTIATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: attend(x, is_causal=True),
+    "key lengths": lambda x: attend(x, key_lengths=torch.tensor([3])),
+    "entropy": lambda x: row_stats(x, x).entropy,
+}
+
+
+PAIRS = [pair for pair in product(DIFFERENTIATED, DERIVATIVES) if pair != ("key lengths", "vmap of grad")]
+
+
+@pytest.mark.parametrize(("name", "derivative"), PAIRS)
+def test_derivatives_within_what_is_compiled(name: str, derivative: str) -> None:
+    """By the implementation that serves them, as outside: other operators would give no tangents, without a word."""
+    x, function, differentiate = tensor(1, 2, 5, 8).detach(), DIFFERENTIATED[name], DERIVATIVES[derivative]
+    expected = differentiate(function, x)
+    assert float(expected.abs().max()) > 1e-3
+    torch.testing.assert_close(compiled(lambda x: differentiate(function, x))(x), expected)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="streaming"):
+        compiled(lambda x: differentiate(lambda x: attend(x, impl="streaming"), x))(x)
+
+
+def test_dropout_under_vmap_compiles() -> None:
+    x = tensor(3, 2, 5, 8).detach()
+    run = compiled(torch.func.vmap(lambda x: attend(x, dropout_p=0.5), randomness="different"))
+    assert run(x).shape == x.shape

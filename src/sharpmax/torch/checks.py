@@ -237,14 +237,24 @@ def _lengths(lengths: Any, batch_axes: tuple[int, ...], keys: int, device: torch
     return torch.clamp(lengths.reshape(batch).to(torch.int64), min=0, max=keys).to(torch.int32)
 
 
+@torch.compiler.assume_constant_result
 def forward_mode() -> bool:
-    """Whether derivatives in forward mode may be at work."""
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    """Whether derivatives in forward mode may be at work; for a compiler, where it traces."""
+    return forward_ad._current_level >= 0
 
 
+@torch.compiler.assume_constant_result
 def transformed() -> bool:
-    """Whether one of torch.func's transforms is at work."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    """Whether one of torch.func's transforms is at work; for a compiler, where it traces."""
+    return torch._C._are_functorch_transforms_active()
+
+
+@torch.compiler.assume_constant_result
+def differentiated() -> bool:
+    """Whether one of torch.func's transforms other than vmap is at work; for a compiler, where it traces."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    levels = functorch.get_interpreter_stack() if torch._C._are_functorch_transforms_active() else ()
+    return any(level.key() != functorch.TransformType.Vmap for level in levels or ())
 
 
 def readable(x: Tensor) -> bool:
@@ -254,8 +264,8 @@ def readable(x: Tensor) -> bool:
 
 
 def has_tangent(*values: Any) -> bool:
-    """Whether a derivative in forward mode hangs on a tensor among ``values``."""
-    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in values)
+    """Whether a derivative in forward mode hangs on a tensor among ``values``; for a compiler, whether it may."""
+    return torch.compiler.is_compiling() or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in values)
 
 
 def geometry_of(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.policies import Detached, Policy, is_hard, lowered
-from .checks import Inputs, forward_mode, has_tangent, needs_gradient, transformed
+from .checks import Inputs, differentiated, forward_mode, has_tangent, needs_gradient, transformed
 from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
@@ -139,7 +139,7 @@ def own_kernels_pay(inputs: Inputs, policy: Policy, dropout_p: float, return_sta
 
 def _refusal(impl: str, inputs: Inputs, policy: Policy | None, drops: bool) -> str:
     """What of a call ``impl`` does not serve, empty if it serves all of it."""
-    if impl != "reference" and _differentiated_by_func():
+    if impl != "reference" and differentiated():
         return "torch.func.grad, jvp and their like"
     if impl in ("streaming", "triton") and drops and transformed():
         return "dropout under torch.func.vmap"
@@ -148,14 +148,6 @@ def _refusal(impl: str, inputs: Inputs, policy: Policy | None, drops: bool) -> s
     if impl == "triton":
         return triton_refusal(inputs, policy)
     return _stock_refusal(inputs, policy) if impl == "stock" else ""
-
-
-def _differentiated_by_func() -> bool:
-    """Whether one of torch.func's transforms other than vmap is at work."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return False
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return any(level.key() != functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
 
 
 def _parameters(policy: Any) -> tuple[Tensor, ...]:
