@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sharpmax.torch import blocks, ops, stock_on_cpu, streaming
+import sharpmax
+from sharpmax.torch import blocks, ops, scaled_dot_product_attention, stock_on_cpu, streaming
 from sharpmax.torch.geometry import Geometry
 
 PEAK = """
@@ -144,14 +145,118 @@ def test_torch_kernel_where_it_does_the_same(serves: bool, geometry: Geometry, c
     assert stock_on_cpu.serves(x, x, x, geometry=geometry, **call) is serves
 
 
-@pytest.mark.parametrize("hidden", [torch.nan, torch.inf])
-def test_keys_that_a_mask_hides_may_be_anything(hidden: float) -> None:
-    q, k, v = torch.randn(3, 1, 1, 6, 8)
-    mask = torch.arange(6) != 2
-    expected = streaming.attend(q, k, v, torch.ones(1, 1, 6), Geometry(0.5), mask=mask.view(1, 1, 1, 6))
-    k[:, :, 2] = hidden
-    found = streaming.attend(q, k, v, torch.ones(1, 1, 6), Geometry(0.5), mask=mask.view(1, 1, 1, 6))
-    for a, b in zip(found, expected, strict=True):
+HIDING: dict[str, tuple[dict[str, Any], int, slice]] = {
+    "a mask": ({"attn_mask": torch.arange(6) != 2}, 2, slice(0, 4)),
+    "numbers": ({"attn_mask": torch.where(torch.arange(6) == 2, -torch.inf, 0.0)}, 2, slice(0, 4)),
+    "a window": ({"window": (1, 0)}, 2, slice(0, 2)),
+    "causality from the end": ({"is_causal": "lower_right"}, 5, slice(0, 3)),
+}
+"""What hides a key, which, and from which rows of 4."""
+
+
+@pytest.mark.parametrize("hidden", [torch.nan, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("name", HIDING)
+def test_rows_do_not_feel_keys_that_they_do_not_see(name: str, hidden: float) -> None:
+    """Which is for own blocks, where torch's kernel makes no number of them."""
+    options, place, rows = HIDING[name]
+    generator = torch.Generator().manual_seed(0)
+    q, g = (3 * torch.randn(1, 2, 4, 8, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, 2, 6, 8, generator=generator) for _ in range(2))
+
+    def run(key: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, key, v)]
+        call: dict[str, Any] = {"policy": sharpmax.Constant(2.0), "impl": "streaming"} | options
+        out: Any = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], **call)
+        hides_from_all = rows.stop == 4
+        gradients = torch.autograd.grad(out, leaves, g) if hidden == 3e38 and hides_from_all else ()
+        return [out[:, :, rows], *gradients]
+
+    other = k.clone()
+    other[:, :, place] = hidden
+    for a, b in zip(run(other), run(k), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+    if "attn_mask" in options:
+        mask = options["attn_mask"].view(1, 1, 1, 6)
+        stats = streaming.row_stats(q, other, Geometry(0.5), mask=mask, with_min=True)
+        assert all(x is not None and bool(x.isfinite().all()) for x in stats)
+
+
+FAR = (-1e4, 1e4, -1e6, -1e9, -1e30, -1.5e38)
+
+
+@pytest.mark.parametrize("policy", [sharpmax.PAPER, sharpmax.Constant(3.0)], ids=["paper", "constant"])
+@pytest.mark.parametrize("nats", FAR)
+def test_logits_that_are_all_far_from_0(nats: float, policy: Any) -> None:
+    """Of queries that padding hides by large numbers, say: as exact as elsewhere, and other rows feel nothing."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(1, 2, 32, 16, generator=generator) for _ in range(4))
+    mask = torch.zeros(32, 32)
+    mask[:5] = nats
+    found = []
+    for impl in ("streaming", "reference"):
+        q, k, v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out: Any = scaled_dot_product_attention(2 * q, k, v, mask, policy=policy, impl=impl)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, g)])
+    for a, b in zip(*found, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-5
+
+
+def test_what_torch_kernel_cannot_do_exactly_is_for_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, 1, 6, 8) for _ in range(3))
+    beta, geometry = torch.full((1, 1, 6), 2.0), Geometry(0.5, left=3, right=0)
+    near = streaming.attend(q, k, v, beta, geometry)
+    assert stock_on_cpu.exact(near[1])
+    far = near[1].clone()
+    far[..., 3] = 1100.0
+    assert not stock_on_cpu.exact(far)
+    assert stock_on_cpu.exact(far.double())
+    assert not stock_on_cpu.exact(far.fill_(torch.nan))
+    ran: list[str] = []
+    real = streaming._powers  # of a block
+    monkeypatch.setattr(streaming, "_powers", lambda *a: (ran.append("block"), real(*a))[1])
+    streaming.attend(q, k, v, beta, geometry)
+    streaming.attend_backward(q, k, v, beta, geometry, *near, v)
+    assert ran == []
+    streaming.attend(500 * q, 500 * k, v, beta, geometry)
+    assert ran == ["block"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_numbers_that_hide_may_be_added(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of being looked for, where logits are nothing beside them."""
+    generator = torch.Generator().manual_seed(0)
+    of_logits = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k = (torch.randn(1, 2, 9, 8, generator=generator).to(of_logits) for _ in range(2))
+    mask = torch.randn(1, 2, 9, 9, generator=generator).to(dtype)
+    lowest = torch.finfo(dtype).min
+    mask[:, :, :, 1], mask[:, :, :, 2], mask[:, :, :, 3] = -torch.inf, lowest, lowest / 2
+    mask[:, :, 4] = -torch.inf
+    geometry = Geometry(0.5, right=6)
+    g = torch.randn(2, 1, 2, 9, dtype=of_logits, generator=generator)
+    found, added = [], []
+    real = blocks.Call.hiding_adds
+    for adds in (True, False):
+        monkeypatch.setattr(
+            blocks.Call, "hiding_adds", lambda call, a=adds: (added.append(real(call)), real(call) & a)[1]
+        )
+        stats = streaming.row_stats(q, k, geometry, mask=mask)
+        gradients = streaming.row_stats_backward(q, k, geometry, stats[0], *g, mask=mask, need_mask=True)
+        found.append([*stats[:3], stats[4], *gradients])
+    assert all(added)
+    for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
-    stats = streaming.row_stats(q, k, Geometry(0.5), mask=mask.view(1, 1, 1, 6), with_min=True)
-    assert all(x is not None and bool(x.isfinite().all()) for x in stats)
+    assert found[0][3][0, 0].tolist() == [7 - 3, 8 - 3, 9 - 3, 9 - 3, 0, 9 - 3, 9 - 3, 9 - 3, 9 - 3]
+
+
+def test_numbers_that_hide_are_not_added_to_logits_beside_which_they_are_little() -> None:
+    q = torch.randn(1, 1, 3, 4)
+    mask = torch.zeros(1, 1, 3, 3)
+    for query, added, expected in (
+        (q, mask, True),
+        (1e16 * q, mask, False),
+        (torch.nan * q, mask, False),
+        (q, mask.double(), False),
+        (q, mask.bool(), False),
+        (q[:, :, :0], mask[:, :, :0], False),
+    ):
+        assert blocks.Call(query, 1e16 * q, None, Geometry(1.0), added, None).hiding_adds() is expected

@@ -26,6 +26,8 @@ class Sizes(NamedTuple):
     logits: int
 
 
+NOTHING = 1e30
+"""Logits below this are rounded away beside :func:`hidden_logit`."""
 CPU, ACCELERATOR = Sizes(512, 512, 1 << 18), Sizes(1024, 4096, 1 << 25)
 
 
@@ -41,7 +43,17 @@ def hidden_logit(dtype: torch.dtype) -> float:
 
 def shown(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Where a mask of numbers, added to logits of type ``dtype``, hides nothing; what is no number does not hide."""
-    return ~(mask <= max(hidden_logit(mask.dtype), hidden_logit(dtype)))
+    return ~(mask <= hiding(mask.dtype, dtype))
+
+
+def hiding(of_mask: torch.dtype, of_logits: torch.dtype) -> float:
+    """Up to which number a mask hides."""
+    return max(hidden_logit(of_mask), hidden_logit(of_logits))
+
+
+def index_of(mask: Tensor, *parts: slice) -> tuple[slice, ...]:
+    """Where the part of a mask stands in it whose axes may have size 1."""
+    return tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, parts, strict=True))
 
 
 class Buffers:
@@ -94,7 +106,7 @@ class Hidden(NamedTuple):
         part = block[..., self.first :].view(self.kept.dtype)
         part.bitwise_and_(self.kept)
         if value != 0:
-            part.bitwise_or_(self.kept.add(1).mul_(_bits(value, block.dtype)))
+            part.bitwise_or_(self.kept.add(1).mul_(bits(value, block.dtype)))
 
 
 WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -102,7 +114,8 @@ WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @functools.cache
-def _bits(value: float, dtype: torch.dtype) -> int:
+def bits(value: float, dtype: torch.dtype) -> int:
+    """A number as the whole number that has its bits."""
     return int(torch.tensor(value, dtype=dtype).view(WHOLE[dtype]))
 
 
@@ -166,17 +179,21 @@ class Span:
         """The queries of a block of rows, times the scale."""
         return self.of_rows(self.call.q, rows).to(self.call.dtype) * self.call.geometry.scale
 
-    def hidden(self, rows: Rows, keys: tuple[int, int]) -> Hidden | None:
-        """Which logits of a block do not count, broadcastable to ``[b, h, group, rows, keys]``; ``None`` if all do."""
+    def hidden(self, rows: Rows, keys: tuple[int, int], mask: bool = True) -> Hidden | None:
+        """Which logits of a block do not count, broadcastable to ``[b, h, group, rows, keys]``; ``None`` if all do.
+
+        Without ``mask``, keys that it hides count.
+        """
         call, (start, stop) = self.call, keys
-        if call.mask is not None or self.lengths is not None:
-            return self._hidden(rows, keys)
+        mask = mask and call.mask is not None
+        if mask or self.lengths is not None:
+            return self._hidden(rows, keys, mask)
         place = (rows.first - start, rows.last - rows.first, stop - start)  # what a band hides follows from that
         if place not in call.bands:
-            call.bands[place] = self._hidden(rows, keys)
+            call.bands[place] = self._hidden(rows, keys, mask)
         return call.bands[place]
 
-    def _hidden(self, rows: Rows, keys: tuple[int, int]) -> Hidden | None:
+    def _hidden(self, rows: Rows, keys: tuple[int, int], mask: bool) -> Hidden | None:
         call, (start, stop) = self.call, keys
         left, right = call.geometry.left, call.geometry.right
         clear = stop <= self.shortest
@@ -186,13 +203,13 @@ class Span:
             first = stop - start if right == ALL else max(0, rows.first + self.shifts[0] + right + 1 - start)
         seen = None
         if first < stop - start:
-            first = first if call.mask is None else 0
+            first = 0 if mask else first
             lengths = call.k.shape[2] if self.lengths is None else self.lengths
             at = torch.arange(rows.first, rows.last, device=call.q.device, dtype=torch.int32)
             seen = call.geometry.visible(at, call.positions[start + first : stop], call.q.shape[2], lengths)
-        elif call.mask is not None:
+        elif mask:
             first = 0
-        if call.mask is not None:
+        if mask:
             tile = self.mask_tile(rows, keys)
             there = tile if tile.dtype == torch.bool else shown(tile, call.dtype)
             seen = there if seen is None else seen & there
@@ -203,8 +220,7 @@ class Span:
         mask, group = self.call.mask, self.call.group
         assert mask is not None
         heads = slice(self.heads.start * group, self.heads.stop * group)
-        wanted = (self.batches, heads, slice(rows.first, rows.last), slice(*keys))
-        return tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, wanted, strict=True))
+        return index_of(mask, self.batches, heads, slice(rows.first, rows.last), slice(*keys))
 
     def mask_tile(self, rows: Rows, keys: tuple[int, int]) -> Tensor:
         """The mask of a block, broadcastable to ``[b, h, group, rows, keys]``."""
@@ -212,8 +228,14 @@ class Span:
         tile = self.call.mask[self.mask_index(rows, keys)]
         return tile.unsqueeze(2) if tile.shape[1] == 1 else tile.unflatten(1, self.shape[1:])
 
-    def logits(self, query: Tensor, rows: Rows, keys: tuple[int, int], *, slope: bool = False) -> Block:
-        """The logits of a block; ``slope`` keeps the derivative of the softcap."""
+    def logits(
+        self, query: Tensor, rows: Rows, keys: tuple[int, int], *, slope: bool = False, hiding_adds: bool = False
+    ) -> Block:
+        """The logits of a block; ``slope`` keeps the derivative of the softcap.
+
+        With ``hiding_adds``, numbers of a mask that hide are added as :func:`hidden_logit`, beside which logits are
+        nothing, in half the time; the block does not tell then which those are.
+        """
         call, (start, stop) = self.call, keys
         z = call.buffers("logits", self.n, query.shape[1], stop - start)
         product(query, self.key[:, start:stop].mT, z)
@@ -224,8 +246,13 @@ class Span:
                 bent = torch.mul(z, z, out=call.buffers("slope", *z.shape)).neg_().add_(1.0)
             z.mul_(call.geometry.softcap)
         if call.biased:
-            self.wide(z).add_(self.mask_tile(rows, keys))
-        hidden = self.hidden(rows, keys)
+            tile = self.mask_tile(rows, keys)
+            if hiding_adds:
+                assert call.mask is not None
+                least, into = hiding(call.mask.dtype, call.dtype), call.buffers("mask", *tile.shape)
+                tile = torch.ops.aten.threshold.out(tile.to(call.dtype), least, hidden_logit(call.dtype), out=into)
+            self.wide(z).add_(tile)
+        hidden = self.hidden(rows, keys, not (call.biased and hiding_adds))
         self.fill(z, hidden, hidden_logit(call.dtype))
         return Block(z, hidden, bent)
 
@@ -267,6 +294,17 @@ class Call:
         self.positions = torch.arange(k.shape[2], device=q.device, dtype=torch.int32)
         self.bands: dict[tuple[int, int, int], Hidden | None] = {}
         self.sizes = CPU if q.device.type == "cpu" else ACCELERATOR
+
+    def hiding_adds(self) -> bool:
+        """Whether what a mask hides may be hidden by what it adds: logits are numbers, and nothing beside that."""
+        if self.mask is None or not self.biased or self.q.device.type != "cpu" or self.q.numel() * self.k.numel() == 0:
+            return False
+        if accumulation(self.mask.dtype) != self.dtype:  # rounded, what it adds would not be what is compared
+            return False
+        most = self.q.shape[-1] * abs(self.geometry.scale)
+        for x in (self.q, self.k):
+            most *= max(abs(float(bound)) for bound in torch.aminmax(x))
+        return most < NOTHING  # not so of NaN
 
     def spans(self) -> Iterator[Span]:
         """All batch elements and key heads, a span at a time."""

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import Hidden, accumulation, shown
+from .blocks import WHOLE, Buffers, Hidden, accumulation, bits, hiding, index_of, shown
 from .geometry import ALL, Geometry
 
 ROWS = 512
 """Rows of a block with a mask of its own."""
-MASK = 1 << 23
+MASK = 1 << 21
 """Numbers of the mask of a block, at most, if that has more than one row for each head."""
 
 
@@ -32,15 +32,26 @@ def serves(
     """Whether torch's own kernel on the CPU does the same on ``beta * q``, in float32 or float64.
 
     A mask ``of_numbers`` is one whose gradient is asked for, or that which beta has through it: the kernel gives
-    neither. Keys that a mask hides may be anything here; there, they may not.
+    neither. What it gives may turn out not to be :func:`exact`.
     """
     if q.device.type != "cpu" or dropout_p > 0 or geometry.softcap > 0 or geometry.scale <= 0:
         return False
     if q.numel() == 0 or k.numel() == 0 or q.shape[-1] != v.shape[-1] or not beta.isfinite().all():
         return False
-    if mask is None:
-        return True
-    return not (of_numbers and mask.dtype != torch.bool) and bool(k.isfinite().all())
+    return mask is None or mask.dtype == torch.bool or not of_numbers
+
+
+def exact(lse: Tensor) -> bool:
+    """Whether logits times beta were numbers, and small enough that powers of them are right though they are rounded.
+
+    They are not where all logits of a row are far from 0, or where keys that a row does not see are no numbers.
+    """
+    return bool(torch.where(lse == -math.inf, 0.0, lse).abs().amax() <= largest(lse.dtype))
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest logsumexp beside which a power is right to four digits."""
+    return 2.0**-13 / torch.finfo(dtype).eps
 
 
 class _Piece(NamedTuple):
@@ -79,6 +90,8 @@ class _Pieces:
         wide = (q.to(dtype) * beta[..., None], k.to(dtype), v.to(dtype))
         self.q, self.k, self.v = (x if x.stride(-1) == 1 else x.contiguous() for x in wide)  # as the kernel takes them
         self.beta, self.geometry, self.mask, self.key_lengths = beta, geometry, mask, key_lengths
+        self.buffers = Buffers(self.q)
+        self.scales = mask is not None and mask.dtype != torch.bool and bool((beta > 0).all())
 
     def __iter__(self) -> Iterator[_Piece]:
         left, right, lower_right = self.geometry[2:]
@@ -137,19 +150,35 @@ class _Pieces:
         dtype = self.q.dtype
         of_rows, of_keys = (torch.arange(x.start, x.stop, dtype=torch.int32) for x in (rows, keys))
         seen = self.geometry.visible(of_rows, of_keys, self.q.shape[2], length)
-        added = torch.zeros(1, 1, 1, 1, dtype=dtype)
-        if self.mask is not None:
-            wanted = zip(self.mask.shape, (batches, heads, rows, keys), strict=True)
-            there = self.mask[tuple(slice(None) if size == 1 else part for size, part in wanted)]
-            if there.dtype != torch.bool:
-                added = self.beta[batches, heads, rows, None] * there.to(dtype)
-                there = shown(there, dtype)
+        if self.mask is None:
+            assert seen is not None
+            return self._of(seen, len(of_keys))
+        tile = self.mask[index_of(self.mask, batches, heads, rows, keys)]
+        if tile.dtype == torch.bool:
+            return self._of(tile if seen is None else seen & tile, len(of_keys))
+        beta = self.beta[batches, heads, rows, None]
+        if self.scales:  # -inf times beta is -inf
+            kept, cut = self.buffers("mask", *tile.shape), hiding(tile.dtype, dtype)
+            tile = torch.ops.aten.threshold.out(tile.to(dtype), cut, -math.inf, out=kept)
+        else:
+            there = shown(tile, dtype)
             seen = there if seen is None else seen & there
-        assert seen is not None
-        *outer, _ = torch.broadcast_shapes(added.shape, seen.shape)
-        added = added.expand(*outer, len(of_keys)).contiguous()
-        Hidden.of(0, seen, dtype).fill(added, -math.inf)
+        wide = tile.to(dtype).expand(*tile.shape[:-1], len(of_keys))
+        added = self._room(torch.broadcast_shapes(beta.shape, wide.shape), len(of_keys))
+        torch.mul(wide, beta, out=added)
+        if seen is not None:
+            Hidden.of(0, seen, dtype).fill(added, -math.inf)
         return added
+
+    def _of(self, seen: Tensor, keys: int) -> Tensor:
+        """0 where a key is seen and ``-inf`` elsewhere, by its bits."""
+        added = self._room(seen.shape, keys)
+        added.view(WHOLE[added.dtype]).copy_(seen).sub_(1).bitwise_and_(bits(-math.inf, added.dtype))
+        return added
+
+    def _room(self, shape: torch.Size | tuple[int, ...], keys: int) -> Tensor:
+        """Memory for what is added in a piece, the same for every one."""
+        return self.buffers("added", *(1,) * (4 - len(shape)), *shape[:-1], keys)
 
 
 def attend(

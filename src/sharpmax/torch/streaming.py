@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.stats import ZERO_EXPONENT
 from . import stock_on_cpu
-from .blocks import Block, Call, Rows, Span, add_product, hidden_logit, product, shown
+from .blocks import Block, Call, Rows, Span, add_product, hidden_logit, hiding, product, shown
 from .geometry import Geometry, visible_counts
 
 LOG2E = math.log2(math.e)
@@ -41,6 +41,7 @@ def row_stats(
     highest.fill_(-math.inf)
     lowest = torch.full_like(highest, math.inf) if with_min else None
     count = _counts(call)
+    hiding_adds = not with_min and call.hiding_adds()
     for span in call.spans():
         for rows in span.rows():
             if not rows.keys:
@@ -49,7 +50,7 @@ def row_stats(
             parts = call.buffers("parts", 3, len(rows.keys), span.n, query.shape[1])
             smallest = None
             for i, keys in enumerate(rows.keys):
-                block = span.logits(query, rows, keys)
+                block = span.logits(query, rows, keys, hiding_adds=hiding_adds)
                 if with_min:
                     smallest = _minimum(span, block, smallest)
                 _statistics(call, block.logits, parts[:, i])
@@ -78,6 +79,7 @@ def row_stats_backward(
     call = Call(q, k, None, geometry, mask, key_lengths)
     gradients = _Gradients(call, need_mask)
     shift = torch.where(row_max.isinf(), 0.0, row_max)
+    hiding_adds = call.hiding_adds()
     for span in call.spans():
         dk = torch.zeros_like(span.key)
         for rows in span.rows():
@@ -85,7 +87,7 @@ def row_stats_backward(
             top, d_sum, d_moment = (span.of_rows(x, rows)[..., None] for x in (shift, grad_sum, grad_moment))
             constant, dq = d_sum + d_moment, torch.zeros_like(query)
             for keys in rows.keys:
-                block = span.logits(query, rows, keys, slope=True)
+                block = span.logits(query, rows, keys, slope=True, hiding_adds=hiding_adds)
                 t = block.logits.sub_(top)
                 if call.biased:
                     t.clamp_(min=ZERO_EXPONENT)
@@ -117,7 +119,8 @@ def attend(
     """
     if stock_on_cpu.serves(q, k, v, beta, geometry, mask, dropout_p):
         out, lse = stock_on_cpu.attend(q, k, v, beta, geometry, mask, key_lengths)
-        return out.to(q.dtype) if rounded else out, lse
+        if stock_on_cpu.exact(lse) and not _overflowed(Call(q, k, v, geometry, mask, key_lengths), lse):
+            return out.to(q.dtype) if rounded else out, lse
     call = Call(q, k, v, geometry, mask, key_lengths)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype if rounded else call.dtype)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=call.dtype)
@@ -131,18 +134,31 @@ def attend(
             total, result = torch.zeros_like(top), query.new_zeros((*query.shape[:-1], v.shape[-1]))
             for keys in rows.keys:
                 block = span.logits(query, rows, keys)
-                higher = torch.maximum(top, block.logits.amax(-1, keepdim=True))
-                fade = factor.exponent(top - higher).exp_().masked_fill_(total == 0, 0.0)  # beta may be negative
-                w = factor.exponent(block.logits.sub_(higher))
-                span.fill(w, block.hidden, -math.inf)
-                total = total.mul_(fade).add_(powers_(w).sum(-1, keepdim=True))
+                w, fade, top, total = _powers(span, block, factor, top, total)
                 dropout.apply(w)
                 add_product(result.mul_(fade), w, span.value[:, slice(*keys)])
-                top = higher
             empty = total == 0
             span.put_rows(out, rows, result.div_(total.masked_fill(empty, 1.0)))
-            span.put_rows(lse, rows, (factor.beta * top + total.log()).masked_fill_(empty, -math.inf).squeeze(-1))
+            sums = (factor.beta * top + total.log()).clamp_(min=torch.finfo(call.dtype).min)
+            span.put_rows(lse, rows, sums.masked_fill_(empty, -math.inf).squeeze(-1))
     return out, lse
+
+
+def _overflowed(call: Call, lse: Tensor) -> bool:
+    """Whether beta times what a mask adds is infinite in all of a row that sees keys, whose sum is that of none."""
+    empty = lse == -math.inf
+    return call.biased and bool(empty.any()) and bool((_counts(call)[empty] > 0).any())
+
+
+def _powers(
+    span: Span, block: Block, factor: _Factor, top: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Powers of a block's logits, what fades those before it, and the maximum and the sum of all so far."""
+    higher = torch.maximum(top, block.logits.amax(-1, keepdim=True))
+    fade = factor.exponent(top - higher).exp_().masked_fill_(total == 0, 0.0)  # beta may be negative
+    w = factor.exponent(block.logits.sub_(higher))
+    span.fill(w, block.hidden, -math.inf)
+    return w, fade, higher, total.mul_(fade).add_(powers_(w).sum(-1, keepdim=True))
 
 
 def attend_backward(
@@ -167,13 +183,16 @@ def attend_backward(
 
     That of a small beta is exact where ``row_max`` is given, the maxima of logits.
     """
-    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, dropout_p, of_numbers=need_beta or need_mask):
-        given = (q, k, v, beta, geometry, mask, key_lengths, out, lse, grad_out, need_beta)
-        return *stock_on_cpu.backward(*given), None
+    of_numbers = need_beta or need_mask
+    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, dropout_p, of_numbers=of_numbers) and stock_on_cpu.exact(lse):
+        found = stock_on_cpu.backward(q, k, v, beta, geometry, mask, key_lengths, out, lse, grad_out, need_beta)
+        if all(x is None or bool(x.isfinite().all()) for x in found):  # keys that are not seen may be infinite
+            return *found, None
     call = Call(q, k, v, geometry, mask, key_lengths)
     gradients = _Gradients(call, need_mask)
     grad_value = torch.zeros_like(v)
     grad_beta = torch.zeros_like(lse) if need_beta else None
+    hiding_adds = call.hiding_adds() and bool((beta > 0).all())
     dropout = _Dropout(call, dropout_p, seed)
     for span in call.spans():
         assert span.value is not None
@@ -186,7 +205,7 @@ def attend_backward(
             centre, constant = _normaliser(span, rows, query, factor, of_rows, row_max)
             dq, d_beta = torch.zeros_like(query), torch.zeros_like(delta)
             for keys in rows.keys:
-                block = span.logits(query, rows, keys, slope=True)
+                block = span.logits(query, rows, keys, slope=True, hiding_adds=hiding_adds)
                 t = block.logits.sub_(centre)
                 w = factor.exponent(torch.add(t, 0.0, out=call.buffers("weights", *t.shape))).add_(constant)
                 span.fill(w, block.hidden, -math.inf)
@@ -222,9 +241,15 @@ def _counts(call: Call) -> Tensor:
         return visible_counts(geometry, rows, queries, lengths).expand(call.q.shape[:-1]).contiguous()
     count = torch.empty(call.q.shape[:-1], dtype=torch.int32, device=call.q.device)
     lengths = lengths[..., None] if isinstance(lengths, Tensor) else lengths
-    for first in range(0, queries, call.sizes.rows):
-        part = slice(first, first + call.sizes.rows)
+    whole = mask.shape[2] == 1 and not geometry.banded  # one row of the mask is that of all
+    step = max(1, queries if whole else call.sizes.logits // max(1, mask[:, :, :1].numel()))
+    for first in range(0, queries, step):
+        part = slice(first, first + step)
         tile = mask if mask.shape[2] == 1 else mask[:, :, part]
+        if call.biased and call.key_lengths is None and not geometry.banded:
+            hides = torch.le(tile, hiding(tile.dtype, call.dtype), out=call.buffers("hides", *tile.shape))
+            count[:, :, part] = call.k.shape[2] - hides.sum(-1) * (1 if tile.shape[-1] > 1 else call.k.shape[2])
+            continue
         seen = tile if tile.dtype == torch.bool else shown(tile, call.dtype)
         visible = geometry.visible(rows[part], call.positions, queries, lengths)
         seen = seen if visible is None else seen & visible
@@ -292,7 +317,8 @@ def _normaliser(
 
     The centre is ``lse / beta``, near the largest logit: subtracting it first keeps the digits that a common offset of
     the logits would take. With a beta below 1 that is further and further away; there it is the largest logit, where
-    that is known. For hard rows it is the maximum, too, and the constant counts how often it occurs.
+    that is known. Where that is too far from 0 for the digits of differences, and in hard rows, which are uniform over
+    their maxima, both are found anew.
     """
     empty = lse == -math.inf
     if row_max is None:
@@ -301,17 +327,13 @@ def _normaliser(
         apart, top = factor.beta < 1.0, span.of_rows(row_max, rows)[..., None]
     centre = torch.where(empty, 0.0, torch.where(apart, top, lse / factor.beta))
     constant = torch.where(empty, hidden_logit(lse.dtype), torch.where(apart, factor.beta * top - lse, 0.0))
-    if not factor.any_hard:
+    again = ~empty & (factor.hard | (factor.beta > 0) & ~(lse.abs() <= stock_on_cpu.largest(lse.dtype)))
+    if not again.any():
         return centre, constant
-    top, ties = torch.full_like(centre, hidden_logit(lse.dtype)), torch.ones_like(centre)
-    for block in rows.keys:
-        z = span.logits(query, rows, block).logits
-        highest = z.amax(-1, keepdim=True)
-        here = (z == highest).sum(-1, keepdim=True)
-        ties = torch.where(highest > top, 0, ties) + torch.where(highest >= top, here, 0)
-        top = torch.maximum(top, highest)
-    hard = factor.hard & ~empty
-    return torch.where(hard, top, centre), torch.where(hard, -ties.to(lse.dtype).log(), constant)
+    top, total = torch.full_like(centre, hidden_logit(lse.dtype)), torch.zeros_like(centre)
+    for keys in rows.keys:
+        _, _, top, total = _powers(span, span.logits(query, rows, keys), factor, top, total)
+    return torch.where(again, top, centre), torch.where(again, -total.log(), constant)
 
 
 class _Dropout:
