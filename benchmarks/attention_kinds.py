@@ -160,18 +160,22 @@ def measured(name: str, kind: Kind, quick: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=list(kinds()), default=list(kinds()))
-    parser.add_argument("--quick", action="store_true", help="time each call once: to compile what is run")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "attention_kinds_cuda.json")
+    parser.add_argument("--quick", action="store_true", help="time each call once, to compile what is run")
+    parser.add_argument("--out", type=Path, help="attention_kinds_cuda.json of benchmarks/results, for a whole run")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.attention_kinds needs a GPU")
+    out: Path | None = arguments.out
+    if out is None and not arguments.quick and set(arguments.kinds) == set(kinds()):
+        out = Path(__file__).parent / "results" / "attention_kinds_cuda.json"
     results: list[dict[str, Any]] = []
     for name in arguments.kinds:
         results.append(measured(name, kinds()[name](), arguments.quick))
         print(json.dumps(results[-1]), flush=True)
-        made = provenance(["python", "-m", "benchmarks.attention_kinds", *sys.argv[1:]])
-        content = {"dtype": "bfloat16", "results": results, "provenance": made}
-        write_text(arguments.out, json.dumps(content, indent=2) + "\n")
+        if out is not None:
+            made = provenance(["python", "-m", "benchmarks.attention_kinds", *sys.argv[1:]])
+            content = {"dtype": "bfloat16", "results": results, "provenance": made}
+            write_text(out, json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

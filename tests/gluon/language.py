@@ -53,13 +53,14 @@ def total(x: Value, axis: int) -> Value:
 
 
 def _extreme(function: Callable[..., Tensor], least: float) -> Callable[..., Value]:
-    """The largest or the smallest number, of those that are numbers."""
+    """The largest or the smallest number, of those that are numbers; none where there is none."""
 
     def extreme(x: Value, axis: int) -> Value:
         data = x.data
-        return Value(
-            function(data.nan_to_num(least, torch.inf, -torch.inf) if data.is_floating_point() else data, axis)
-        )
+        if not data.is_floating_point():
+            return Value(function(data, axis))
+        found = function(data.nan_to_num(least, torch.inf, -torch.inf), axis)
+        return Value(found.masked_fill(data.isnan().all(axis), torch.nan))
 
     return extreme
 

@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sharpmax.torch.triton import hopper
 from sharpmax.torch.triton.hopper_kernel import advance, barriers, load_tile, store_tile, synchronize
 from tests.gluon import HazardError, run
+from tests.gluon.language import LANGUAGE
+from tests.gluon.values import Value
 
 ROWS = gl.constexpr(64)
 STAGES = gl.constexpr(2)
@@ -140,3 +142,12 @@ def test_faults_are_noticed(fault: str, sentence: str | None) -> None:
             noticed += [] if torch.allclose(out, expected, rtol=1e-3, atol=1e-3) else [None]
     assert len(noticed) >= (10 if sentence else 3)
     assert all(re.search(sentence, said or "") if sentence else said is None for said in noticed)
+
+
+def test_extremes_are_of_what_is_a_number_if_anything_is() -> None:
+    x = Value(torch.tensor([[torch.nan, torch.nan], [torch.nan, 2.0], [-torch.inf, 1.0]]))
+    for found, expected in (
+        (LANGUAGE.max(x, 1), [torch.nan, 2.0, 1.0]),
+        (LANGUAGE.min(x, 1), [torch.nan, 2.0, -torch.inf]),
+    ):
+        torch.testing.assert_close(found.data, torch.tensor(expected), equal_nan=True)

@@ -187,10 +187,24 @@ def test_bad_input_is_refused_in_one_sentence(make: dict[str, Any], call: dict[s
         MultiheadAttention(8, **{"num_heads": 2, **make})(**{"query": x, "key": x, "value": x, **call})
 
 
-def test_it_says_its_policy() -> None:
+def test_it_says_its_policy_its_mechanism_and_its_implementation() -> None:
     learnable = Learnable(sharpmax.LearnableTemperature(heads=2))
     for policy, words in ((sharpmax.Constant(2.0), "policy=Constant(beta=2.0)"), (learnable, "LearnableTemperature")):
         assert words in repr(MultiheadAttention(8, 2, policy=policy))
+    shown = repr(MultiheadAttention(8, 2, mechanism="sparsemax", impl="reference"))
+    assert "mechanism=Sparsemax" in shown
+    assert "impl='reference'" in shown
+    assert "policy" not in shown
+
+
+def test_a_policy_with_parameters_becomes_a_module() -> None:
+    module = MultiheadAttention(8, 2, policy=sharpmax.LearnableTemperature(heads=2), dtype=torch.float64)
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    module(x, x, x)[0].square().sum().backward()
+    (learned,) = (p for name, p in module.named_parameters() if name.startswith("policy."))
+    assert learned.dtype == torch.float64
+    assert learned.grad is not None
+    assert float(learned.grad.abs().sum()) > 0
 
 
 @pytest.mark.parametrize("name", ["learned", "ssmax", "entmax", "asentmax", "differential", "threshold_relative"])

@@ -125,6 +125,9 @@ def test_the_gradient_of_numbers_and_of_beta_beside_them_comes_from_own_blocks()
     assert torch.autograd.gradcheck(lambda s: attend(beta.detach(), bounded + s.mul(k[0, 0, :, 0])), shift)
 
 
+LATE_NAN = torch.tensor([0.0] * 5 + [torch.nan]).view(1, 1, 6, 1).expand(1, 2, 6, 4)
+
+
 @pytest.mark.parametrize(
     ("serves", "geometry", "change"),
     [
@@ -137,12 +140,16 @@ def test_the_gradient_of_numbers_and_of_beta_beside_them_comes_from_own_blocks()
         (False, Geometry(0.5), {"mask": torch.ones(1, 1, 1, 6), "of_numbers": True}),
         (False, Geometry(0.5), {"beta": torch.full((1, 2, 6), torch.inf)}),
         (False, Geometry(0.5), {"dropout_p": 0.1}),
+        (False, Geometry(0.5), {"q": torch.full((1, 2, 6, 4), torch.nan)}),
+        (False, Geometry(0.5), {"k": torch.arange(6.0).div(0.0).view(1, 1, 6, 1).expand(1, 2, 6, 4)}),
+        (True, Geometry(0.5), {"k": LATE_NAN, "key_lengths": torch.tensor([5])}),
+        (False, Geometry(0.5), {"k": LATE_NAN, "key_lengths": torch.tensor([6])}),
     ],
 )
 def test_torch_kernel_where_it_does_the_same(serves: bool, geometry: Geometry, change: dict[str, Any]) -> None:
     x = torch.randn(1, 2, 6, 4)
-    call = {"beta": torch.ones(1, 2, 6), "mask": None, "dropout_p": 0.0} | change
-    assert stock_on_cpu.serves(x, x, x, geometry=geometry, **call) is serves
+    call = {"q": x, "k": x, "beta": torch.ones(1, 2, 6), "mask": None, "key_lengths": None, "dropout_p": 0.0} | change
+    assert stock_on_cpu.serves(v=x, geometry=geometry, **call) is serves
 
 
 HIDING: dict[str, tuple[dict[str, Any], int, slice]] = {
@@ -179,6 +186,17 @@ def test_rows_do_not_feel_keys_that_they_do_not_see(name: str, hidden: float) ->
         mask = options["attn_mask"].view(1, 1, 1, 6)
         stats = streaming.row_stats(q, other, Geometry(0.5), mask=mask, with_min=True)
         assert all(x is not None and bool(x.isfinite().all()) for x in stats)
+
+
+@pytest.mark.parametrize("keys", [7, 600])
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_rows_of_what_is_no_number_are_none(what: float, keys: int) -> None:
+    """Where torch's kernel makes 0 of them, if there are few keys."""
+    q, k = torch.randn(1, 1, 7, 8), torch.randn(1, 1, keys, 8)
+    q[0, 0, 3] = what
+    for impl in ("streaming", "reference"):
+        output = scaled_dot_product_attention(q, k, k, impl=impl)
+        assert output.isnan().all(-1)[0, 0].tolist() == [False] * 3 + [True] + [False] * 3
 
 
 FAR = (-1e4, 1e4, -1e6, -1e9, -1e30, -1.5e38)

@@ -176,7 +176,7 @@ def test_no_implementation_serves_torch_func_grad() -> None:
         ({"value": torch.randn(12, 2, 8)}, "fit together"),
         ({"query": torch.randn(9, 3, 8)}, "multiple"),
         ({"causal": "none"}, "expected causal to be True or False, got 'none'"),
-        ({"impl": "reference"}, "streaming and triton"),
+        ({"impl": "reference"}, "streaming, triton"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(change: dict[str, Any], words: str) -> None:

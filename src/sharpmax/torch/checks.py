@@ -145,7 +145,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: 
     if value is not None and maps > 1 and _heads_of_value(key, maps) != value.shape[:-1]:
         raise misfit(f"tensors with heads, {maps} of query and of key for each of value", tensors)
     if query.shape[:-3] != key.shape[:-3]:
-        raise misfit("the same batch axes", tensors)
+        raise misfit("the same batch axes (expand repeats one for nothing)", tensors)
     if query.ndim > 2 and query.shape[-3] != key.shape[-3]:
         if key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]:
             raise misfit("the query's heads to be a multiple of the key's", tensors)
@@ -265,7 +265,9 @@ def readable(x: Tensor) -> bool:
 
 def has_tangent(*values: Any) -> bool:
     """Whether a derivative in forward mode hangs on a tensor among ``values``; for a compiler, whether it may."""
-    return torch.compiler.is_compiling() or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in values)
+    return torch.compiler.is_compiling() or any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in values
+    )
 
 
 def geometry_of(
@@ -274,7 +276,10 @@ def geometry_of(
     """The geometry that the arguments of attention describe."""
     if not isinstance(is_causal, bool | np.bool_) and not (isinstance(is_causal, str) and is_causal == "lower_right"):
         raise ValueError(f"expected is_causal to be True, False or 'lower_right', got {is_causal!r}")
-    for name, x, instead in (("softcap", softcap, "item()"), ("scale", scale, "learn it by multiplying the query")):
+    for name, x, instead in (
+        ("softcap", softcap, "take its item()"),
+        ("scale", scale, "learn it by multiplying the query"),
+    ):
         if isinstance(x, Tensor):  # its gradient would be lost
             raise TypeError(f"expected {name} to be a number, got a tensor; {instead}")
     if softcap is not None and not (_number(softcap) and 0 < softcap < math.inf):

@@ -63,7 +63,7 @@ def choose(
     elif serves(impl):
         return impl
     if impl not in ("auto", *among):
-        raise ValueError(f"impl={impl!r} does not serve {what}; {' and '.join(among)} can")
+        raise ValueError(f"impl={impl!r} does not serve {what}; {', '.join(among)} can")
     can = [name for name in among if serves(name)] or ["scaled_dot_product_attention with impl='reference'"]
     reason = _refusal("streaming" if impl == "auto" else impl, inputs, policy, drops)
     raise ValueError(f"impl={impl!r} does not serve {reason}; {', '.join(can)} can")

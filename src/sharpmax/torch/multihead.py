@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.policies import PAPER, Policy
+from ..core.policies import PAPER, LearnableStructure, Policy
 from ..mechanisms import Mechanism, find
 from .attention import scaled_dot_product_attention
 from .checks import check_dropout, check_policy, misfit, under_autocast, whole
@@ -62,8 +62,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device,
             dtype=dtype,
         )  # fmt: skip
-        self.policy = policy
-        self.mechanism = _learnable(mechanism, self.out_proj.weight)
+        like = self.out_proj.weight
+        self.policy = Learnable(policy).to(like) if isinstance(policy, LearnableStructure) else policy
+        self.mechanism = _learnable(mechanism, like)
         self.maps = 1 if chosen is None or chosen.held is None else chosen.held.mechanism.maps
         self.windowed = chosen is not None and chosen.size is not None
         self.impl = impl
@@ -130,8 +131,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         return self.out_proj(output), None
 
     def extra_repr(self) -> str:
-        """The policy, for ``repr``; one with parameters is shown as a submodule."""
-        return "" if self.mechanism is not None or isinstance(self.policy, nn.Module) else f"policy={self.policy!r}"
+        """The policy or the mechanism and the implementation, for ``repr``; what has parameters is a submodule."""
+        name, held = ("policy", self.policy) if self.mechanism is None else ("mechanism", self.mechanism)
+        shown = [] if isinstance(held, nn.Module) else [f"{name}={held!r}"]
+        return ", ".join(shown + [f"impl={self.impl!r}"] * (self.impl != "auto"))
 
     def _check(self, **tensors: Any) -> None:
         """Refuse what a product with the weights would not take."""

@@ -26,25 +26,31 @@ MASK = 1 << 21
 
 
 def serves(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry, mask: Tensor | None, dropout_p: float, *,
-    of_numbers: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry, mask: Tensor | None,
+    key_lengths: Tensor | None, dropout_p: float, *, of_numbers: bool = False,
 ) -> bool:  # fmt: skip
     """Whether torch's own kernel on the CPU does the same on ``beta * q``, in float32 or float64.
 
     A mask ``of_numbers`` is one whose gradient is asked for, or that which beta has through it: the kernel gives
-    neither. What it gives may turn out not to be :func:`exact`.
+    neither. Of what is no number it makes 0 where there are few keys. What it gives may turn out not to be
+    :func:`exact`.
     """
     if q.device.type != "cpu" or dropout_p > 0 or geometry.softcap > 0 or geometry.scale <= 0:
         return False
-    if q.numel() == 0 or k.numel() == 0 or q.shape[-1] != v.shape[-1] or not beta.isfinite().all():
+    if q.numel() == 0 or k.numel() == 0 or q.shape[-1] != v.shape[-1]:
         return False
-    return mask is None or mask.dtype == torch.bool or not of_numbers
+    if of_numbers and mask is not None and mask.dtype != torch.bool:
+        return False
+    numbers = k.isfinite().all(-1)
+    if key_lengths is not None:
+        numbers |= torch.arange(k.shape[2]) >= key_lengths[:, None, None]
+    return all(bool(x.all()) for x in (beta.isfinite(), q.isfinite(), numbers))
 
 
 def exact(lse: Tensor) -> bool:
     """Whether logits times beta were numbers, and small enough that powers of them are right though they are rounded.
 
-    They are not where all logits of a row are far from 0, or where keys that a row does not see are no numbers.
+    They are not where all logits of a row are far from 0, or too large for their type.
     """
     return bool(torch.where(lse == -math.inf, 0.0, lse).abs().amax() <= largest(lse.dtype))
 

@@ -117,7 +117,7 @@ def attend(
     The first is in the type of ``q`` if ``rounded``, else in that which it was computed in. Rows of infinite beta are
     hard: uniform over their maxima. Their second result means nothing.
     """
-    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, dropout_p):
+    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
         out, lse = stock_on_cpu.attend(q, k, v, beta, geometry, mask, key_lengths)
         if stock_on_cpu.exact(lse) and not _overflowed(Call(q, k, v, geometry, mask, key_lengths), lse):
             return out.to(q.dtype) if rounded else out, lse
@@ -183,10 +183,10 @@ def attend_backward(
 
     That of a small beta is exact where ``row_max`` is given, the maxima of logits.
     """
-    of_numbers = need_beta or need_mask
-    if stock_on_cpu.serves(q, k, v, beta, geometry, mask, dropout_p, of_numbers=of_numbers) and stock_on_cpu.exact(lse):
-        found = stock_on_cpu.backward(q, k, v, beta, geometry, mask, key_lengths, out, lse, grad_out, need_beta)
-        if all(x is None or bool(x.isfinite().all()) for x in found):  # keys that are not seen may be infinite
+    given = (q, k, v, beta, geometry, mask, key_lengths)
+    if stock_on_cpu.serves(*given, dropout_p, of_numbers=need_beta or need_mask) and stock_on_cpu.exact(lse):
+        found = stock_on_cpu.backward(*given, out, lse, grad_out, need_beta)
+        if all(x is None or bool(x.isfinite().all()) for x in found):  # products of keys that are not seen may overflow
             return *found, None
     call = Call(q, k, v, geometry, mask, key_lengths)
     gradients = _Gradients(call, need_mask)

@@ -204,7 +204,7 @@ def test_ranks_that_differ_are_told(two: World, given: dict[str, Any], says: str
         ({"layout": "striped"}, "expected layout to be one of zigzag, contiguous, got 'striped'"),
         ({"communication": "mail"}, "expected communication to be one of ring, gather, got 'mail'"),
         ({"policy": sharpmax.Hard()}, "does not serve hard attention"),
-        ({"impl": "reference"}, "impl='reference' does not serve shards; streaming and triton can"),
+        ({"impl": "reference"}, "impl='reference' does not serve shards; streaming, triton can"),
         (
             {"impl": "triton", "softcap": 2.0},
             "does not serve the gradient of beta over ranks with a softcap; streaming can",
