@@ -144,11 +144,16 @@ CPUS = {"attention_cpu": "AMD EPYC", "attention_cpu_intel": "Intel Xeon at 2.1 G
 def attention_on_a_cpu() -> str:
     """Times on CPUs as multiples of torch's own attention."""
     names = {"sharpmax": "sharpmax", "detached": "policy detached", "figure4": "Figure 4, literal"}
-    found = [load(f"benchmarks/results/{file}.json")["results"] for file in CPUS]
+    found = [
+        {
+            f"{case['length']:,}, {case['kind']}, {case['direction']}": case["ratio_to_torch"]
+            for case in load(f"benchmarks/results/{file}.json")["results"]
+        }
+        for file in CPUS
+    ]
     lines = []
-    for cases in zip(*found, strict=True):
-        (call,) = {f"{case['length']:,}, {case['kind']}, {case['direction']}" for case in cases}
-        ratios = [case["ratio_to_torch"].get(name) for case in cases for name in names]
+    for call in found[0]:
+        ratios = [measured.get(call, {}).get(name) for measured in found for name in names]
         lines.append([call, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)])
     return markdown(["", *(f"{cpu}: {label}" for cpu in CPUS.values() for label in names.values())], lines)
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from .blocks import WHOLE, Buffers, Hidden, accumulation, bits, hiding, index_of, shown
 from .geometry import ALL, Geometry
 
+LARGEST = 1024.0
+"""The largest logsumexp to subtract from logits: in float32, their powers are right to four digits then."""
 ROWS = 512
 """Rows of a block with a mask of its own."""
 MASK = 1 << 21
@@ -52,12 +54,7 @@ def exact(lse: Tensor) -> bool:
 
     They are not where all logits of a row are far from 0, or too large for their type.
     """
-    return bool(torch.where(lse == -math.inf, 0.0, lse).abs().amax() <= largest(lse.dtype))
-
-
-def largest(dtype: torch.dtype) -> float:
-    """The largest logsumexp beside which a power is right to four digits."""
-    return 2.0**-13 / torch.finfo(dtype).eps
+    return bool(torch.where(lse == -math.inf, 0.0, lse).abs().amax() <= LARGEST)
 
 
 class _Piece(NamedTuple):

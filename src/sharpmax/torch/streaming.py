@@ -327,7 +327,7 @@ def _normaliser(
         apart, top = factor.beta < 1.0, span.of_rows(row_max, rows)[..., None]
     centre = torch.where(empty, 0.0, torch.where(apart, top, lse / factor.beta))
     constant = torch.where(empty, hidden_logit(lse.dtype), torch.where(apart, factor.beta * top - lse, 0.0))
-    again = ~empty & (factor.hard | (factor.beta > 0) & ~(lse.abs() <= stock_on_cpu.largest(lse.dtype)))
+    again = ~empty & (factor.hard | (factor.beta > 0) & ~(lse.abs() <= stock_on_cpu.LARGEST))
     if not again.any():
         return centre, constant
     top, total = torch.full_like(centre, hidden_logit(lse.dtype)), torch.zeros_like(centre)
