@@ -88,7 +88,7 @@ def test_two_byte_outputs_are_rounded_where_that_was_asked_for(kind: str, rounde
         v, beta = torch.randn_like(k), beta.float()  # as wide as queries: torch's kernel for the CPU serves, too
         found, lse = ops.attend(q, k, v, beta, *rest)
         assert found.dtype == (torch.bfloat16 if rounded else torch.float32)
-        after = (geometry.numbers, 0.0, True, False, "streaming")
+        after = (geometry.numbers, 0.0, True, False, True, "streaming")
         for out in (found, found.bfloat16()):
             gradients = ops.attend_backward(q, k, v, beta, *rest[:6], out, lse, torch.ones_like(found), *after)
             assert [x.dtype for x in gradients[:3]] == [torch.bfloat16] * 3
@@ -117,7 +117,7 @@ def test_opcheck_of_the_backward_operators_streaming(kind: str, dtype: torch.dty
     out, lse = ops.attend(*bare)
     results = (out, lse, torch.randn_like(out))
     for need_beta in (False, True):
-        arguments = (*bare[:10], *results, geometry.numbers, 0.0, need_beta, need_mask, "streaming")
+        arguments = (*bare[:10], *results, geometry.numbers, 0.0, need_beta, need_mask, True, "streaming")
         torch.library.opcheck(ops.attend_backward.opaque, arguments)
 
 

@@ -301,9 +301,13 @@ def attend_backward(
     dropout_p: float,
     need_beta: bool,
     need_mask: bool,
+    whole: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value, beta and mask (the last two without elements unless asked for)."""
+    """The gradients of query, key, value, beta and mask (the last two without elements unless asked for).
+
+    ``whole`` says that there are no keys but these; where there are, elsewhere, ``out`` and ``lse`` are of all of them.
+    """
     _check_impl(impl)
     geometry = Geometry.of(numbers)
     drop: dict[str, Any] = {"dropout_p": dropout_p, "seed": 0 if seed is None else int(seed)}
@@ -319,7 +323,7 @@ def attend_backward(
         if cu_q is None:
             dq, dk, dv, d_beta, dmask = streaming.attend_backward(
                 q, k, v, beta, geometry, out, lse, grad_out, row_max=row_max, mask=mask, key_lengths=key_lengths,
-                need_beta=need_beta, need_mask=need_mask, **drop,
+                need_beta=need_beta, need_mask=need_mask, whole=whole, **drop,
             )  # fmt: skip
             d_beta = nothing(lse) if d_beta is None else _like(d_beta, lse)
             return _like(dq, q), _like(dk, k), _like(dv, v), d_beta, _mask_gradient(dmask, mask, q)
@@ -343,7 +347,7 @@ def _attend_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, row_max: Tensor | None, mask: Tensor | None,
     key_lengths: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, seed: Tensor | None,
     out: Tensor, lse: Tensor, grad_out: Tensor, numbers: list[float], dropout_p: float, need_beta: bool,
-    need_mask: bool, impl: str,
+    need_mask: bool, whole: bool, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, lse.new_empty(lse.shape if need_beta else (0,)), _mask_like(mask, need_mask, q)
@@ -362,7 +366,7 @@ def _attend_gradients(ctx: Any, grad_out: Tensor | None, _: Any) -> Any:
     *tensors, out, lse = ctx.saved_tensors
     need_beta, need_mask = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
     dq, dk, dv, d_beta, dmask = attend_backward(
-        *tensors, out, lse, grad_out, ctx.numbers, ctx.dropout_p, need_beta, need_mask, ctx.impl
+        *tensors, out, lse, grad_out, ctx.numbers, ctx.dropout_p, need_beta, need_mask, True, ctx.impl
     )
     d_beta = d_beta.to(tensors[3].dtype) if need_beta else None
     return dq, dk, dv, d_beta, None, dmask if need_mask else None, *(None,) * 8

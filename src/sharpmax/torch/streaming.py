@@ -178,10 +178,12 @@ def attend_backward(
     seed: int = 0,
     need_beta: bool = False,
     need_mask: bool = False,
+    whole: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of query, key, value and, if asked for, beta and mask.
 
-    That of a small beta is exact where ``row_max`` is given, the maxima of logits.
+    That of a small beta is exact where ``row_max`` is given, the maxima of logits. Where rows have keys elsewhere, too,
+    which ``out`` and ``lse`` know of, they are not ``whole``.
     """
     given = (q, k, v, beta, geometry, mask, key_lengths)
     if stock_on_cpu.serves(*given, dropout_p, of_numbers=need_beta or need_mask) and stock_on_cpu.exact(lse):
@@ -202,7 +204,7 @@ def attend_backward(
             delta = (do * span.of_rows(out, rows)).sum(-1, keepdim=True)
             factor = _Factor(span.of_rows(beta, rows)[..., None])
             of_rows = span.of_rows(lse, rows)[..., None]
-            centre, constant = _normaliser(span, rows, query, factor, of_rows, row_max)
+            centre, constant = _normaliser(span, rows, query, factor, of_rows, row_max, whole)
             dq, d_beta = torch.zeros_like(query), torch.zeros_like(delta)
             for keys in rows.keys:
                 block = span.logits(query, rows, keys, slope=True, hiding_adds=hiding_adds)
@@ -311,14 +313,14 @@ class _Factor:
 
 
 def _normaliser(
-    span: Span, rows: Rows, query: Tensor, factor: _Factor, lse: Tensor, row_max: Tensor | None
+    span: Span, rows: Rows, query: Tensor, factor: _Factor, lse: Tensor, row_max: Tensor | None, whole: bool
 ) -> tuple[Tensor, Tensor]:
     """The ``centre`` and ``constant`` of ``w = exp(beta * (z - centre) + constant)``.
 
     The centre is ``lse / beta``, near the largest logit: subtracting it first keeps the digits that a common offset of
     the logits would take. With a beta below 1 that is further and further away; there it is the largest logit, where
     that is known. Where that is too far from 0 for the digits of differences, and in hard rows, which are uniform over
-    their maxima, both are found anew.
+    their maxima, both are found anew, if rows are whole.
     """
     empty = lse == -math.inf
     if row_max is None:
@@ -328,7 +330,7 @@ def _normaliser(
     centre = torch.where(empty, 0.0, torch.where(apart, top, lse / factor.beta))
     constant = torch.where(empty, hidden_logit(lse.dtype), torch.where(apart, factor.beta * top - lse, 0.0))
     again = ~empty & (factor.hard | (factor.beta > 0) & ~(lse.abs() <= stock_on_cpu.LARGEST))
-    if not again.any():
+    if not whole or not again.any():
         return centre, constant
     top, total = torch.full_like(centre, hidden_logit(lse.dtype)), torch.zeros_like(centre)
     for keys in rows.keys:

@@ -281,7 +281,7 @@ class _Attend(torch.autograd.Function):
                 factor, output, of_rows, d_out = (x[:, :, rows].contiguous() for x in (beta, out, lse, grad_out))
                 part_q, part_k, part_v, part_beta, _ = ops.attend_backward(
                     q[:, :, rows], keys[:, :, columns], values[:, :, columns], factor, None, None, None, None, None,
-                    None, output, of_rows, d_out, geometry.numbers, 0.0, need_beta and bent, False, trip.impl,
+                    None, output, of_rows, d_out, geometry.numbers, 0.0, need_beta and bent, False, False, trip.impl,
                 )  # fmt: skip
                 dq[:, :, rows] += part_q
                 dk[:, :, columns] += part_k
