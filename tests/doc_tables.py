@@ -60,6 +60,8 @@ def training_speed() -> str:
 
 
 MAIN = [4, 16, 4096, 128]
+PROCESSORS = 132
+"""Of an H200."""
 DIRECTIONS = ("forward", "forward+backward")
 
 
@@ -242,7 +244,7 @@ def host_time() -> str:
 
 
 def decode_phrases() -> list[str]:
-    """What docs/attention.md says of decoding beside the tables."""
+    """What docs/attention_performance.md says of decoding beside the tables."""
     steps, ranges = load("benchmarks/results/decode_cuda.json")["results"], decode_ranges()
     shares = [100 * step["share_beta_above_1_3"] for step in steps]
     times = [step["milliseconds"] for step in steps]
@@ -263,16 +265,24 @@ def decode_phrases() -> list[str]:
 
 
 def decode_limits() -> list[str]:
-    """What docs/attention.md says of the sizes that the decoding kernel for Hopper takes, from its constants."""
+    """What docs/attention_performance.md says of the sizes that the decoding kernel for Hopper takes."""
     from sharpmax.torch.triton import decode_hopper as kernel
 
-    processors = 132  # of an H200
     (few, keys), (_, fewer) = ((columns, kernel.KEYS * tiles) for columns, tiles in kernel.TILES.items())
     return [
-        f"from {kernel.LEAST_TILES * processors:.0f} tiles of {kernel.KEYS} keys on",
-        f"a capacity of {processors * keys:,} keys ({processors * fewer:,} with more than {few} queries for each head)",
+        f"from {kernel.LEAST_TILES * PROCESSORS:.0f} tiles of {kernel.KEYS} keys on",
+        f"a capacity of {PROCESSORS * keys:,} keys ({PROCESSORS * fewer:,} with more than {few} queries for each head)",
         f"for batches of up to {kernel.MOST_BATCH}",
-        f"`batch * heads * ceil(capacity / {keys:,}) + {kernel.SPARE * processors:,}` splits",
+    ]
+
+
+def decode_memory() -> list[str]:
+    """What docs/attention.md says of the memory that decoding reserves, from the kernel's constants."""
+    from sharpmax.torch.triton import decode_hopper as kernel
+
+    (few, keys), (_, fewer) = ((columns, kernel.KEYS * tiles) for columns, tiles in kernel.TILES.items())
+    return [
+        f"`batch * heads * ceil(capacity / {keys:,}) + {kernel.SPARE * PROCESSORS:,}` splits",
         f"({fewer} in place of {keys:,} with more than {few} queries for a head)",
     ]
 
@@ -393,7 +403,7 @@ def readme_speed() -> str:
     """The README's table of attention's time."""
     ranges = attention_ranges(MAIN[2])
     lines = [
-        ["forward, 128 columns, to 1,048,576 tokens", ranges["wide forward"], ranges["flash forward"]],
+        ["forward, 128 columns", ranges["wide forward"], ranges["flash forward"]],
         ["forward, 64 columns", ranges["narrow forward"], ranges["narrow flash forward"]],
         ["forward and backward, 128 columns", ranges["backward"], ranges["flash forward+backward"]],
         ["forward and backward, 64 columns", ranges["narrow backward"], ranges["narrow flash forward+backward"]],
@@ -412,7 +422,7 @@ def attention_phrases() -> list[str]:
 
 
 def short_phrases() -> list[str]:
-    """What docs/attention.md says of lengths below 4,096."""
+    """What docs/attention_performance.md says of lengths below 4,096."""
     cases = [case for case in load("benchmarks/results/attention_cuda.json")["results"] if case["shape"][2] < MAIN[2]]
     times = {what: [case["times"][f"auto {what}"]["ms"] for case in cases] for what in DIRECTIONS}
     forward, both = (f"{min(times[what]):.2f} to {max(times[what]):.2f} ms" for what in DIRECTIONS)
@@ -443,7 +453,7 @@ def tiles_phrase() -> str:
 
 
 def dead_blocks_phrases() -> list[str]:
-    """What docs/attention.md says of blocks that the second pass could skip."""
+    """What docs/attention_performance.md says of blocks that the second pass could skip."""
     found = load("benchmarks/results/dead_blocks_cpu.json")
     models = {(case["model"], case["length"]): case for case in found["models"]}
     case = models["smollm2-135m-instruct", 8192]
@@ -474,7 +484,7 @@ def dead_blocks_phrases() -> list[str]:
 
 
 def attention_doc_phrases() -> list[str]:
-    """What docs/attention.md says of the same."""
+    """What docs/attention_performance.md says of the same."""
     ranges = attention_ranges(MAIN[2])
     return [
         tiles_phrase(),
@@ -484,7 +494,6 @@ def attention_doc_phrases() -> list[str]:
         *decode_limits(),
         f"forward takes {ranges['forward']} times as long as cuDNN",
         f"needs {detached_memory()} times the memory of cuDNN's",
-        f"the error of its output was measured at {max(stock_errors()):.0f} times that of stock attention",
         f"{ranges['flash forward']} times as long as FlashAttention 2 (at 64 columns "
         f"{ranges['narrow flash forward']} times)",
         f"forward and backward together take {ranges['backward']} times as long as cuDNN's (at 64 columns "
@@ -536,7 +545,7 @@ TABLES = {
         study_table("combined", (16384, 131072), {"softmax": "softmax", "const4": "beta = 4"}),
         training_speed(),
     ],
-    "docs/attention.md": [
+    "docs/attention_performance.md": [
         attention_speed(),
         attention_lengths(),
         attention_memory(),
@@ -552,6 +561,10 @@ TABLES = {
 }
 PHRASES = {
     "README.md": attention_phrases(),
-    "docs/attention.md": attention_doc_phrases(),
+    "docs/attention.md": [
+        f"the error of its output was measured at {max(stock_errors()):.0f} times that of stock attention",
+        *decode_memory(),
+    ],
+    "docs/attention_performance.md": attention_doc_phrases(),
     "docs/max_retrieval.md": training_phrases(),
 }
