@@ -130,6 +130,12 @@ AUTO: list[tuple[dict[str, Any], int, str]] = [
     ({}, 8, "triton"),
     ({"query": torch.zeros(1, 2, 5, 8)}, 9, "triton"),
     ({"query": torch.zeros(1, 2, 5, 300).half()}, 9, "streaming"),
+    ({"query": torch.zeros(1, 2, 5, 128).half()}, 10, "stock"),
+    ({"query": torch.zeros(1, 2, 5, 192).half()}, 9, "stock"),
+    ({"query": torch.zeros(1, 2, 5, 192).half()}, 10, "triton"),
+    ({"query": torch.zeros(1, 2, 5, 20).half()}, 9, "triton"),
+    ({"key": torch.zeros(1, 2, 1, 8).half()}, 9, "triton"),
+    ({}, 12, "triton"),
     ({"is_causal": "lower_right"}, 9, "stock"),
     ({"is_causal": True, "key": torch.zeros(1, 2, 6, 8).half()}, 9, "triton"),
     ({"value": torch.zeros(1, 2, 5, 4).half()}, 9, "triton"),
@@ -146,6 +152,7 @@ def test_what_auto_takes_on_a_gpu(
     change: dict[str, Any], capability: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "compute_capability", lambda _: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(
         choice, "triton_refusal", lambda x, p: "wide" if x.q.shape[-1] > 256 else "hard" if choice.is_hard(p) else ""
     )

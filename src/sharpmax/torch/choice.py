@@ -15,6 +15,8 @@ from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+CUDNN_FIRST = (9, 10)
+"""The generations of GPUs (Hopper and Blackwell's for data centres) on which cuDNN's attention is torch's fastest."""
 
 
 def check_impl(impl: str, among: tuple[str, ...] = IMPLEMENTATIONS[1:]) -> None:
@@ -42,9 +44,10 @@ def choose(
 
     With ``may_round``, which is for where :func:`own_kernels_pay` does not hold, it is ``"stock"``, which rounds
     ``beta * query``, for calls that cuDNN's kernels serve, which are faster than our portable ones: on NVIDIA GPUs of
-    compute capability 9 or more, for float16 and bfloat16, plain or causal (with as many queries as keys), without a
-    mask or key lengths, and with values as wide as queries. There the error of the output was measured at 3 times that
-    of stock attention on ``beta * query``, and is held to 4 times.
+    compute capability 9 or 10, for float16 and bfloat16, plain or causal (with as many queries as keys), without a
+    mask or key lengths, with more than one key, and with values as wide as queries, which is a multiple of 8 and at
+    most :func:`widest_of_cudnn`. There the error of the output was measured at 3 times that of stock attention on
+    ``beta * query``, and is held to 4 times.
 
     ``among`` are the implementations that there are of ``what`` is asked for, and ``drops`` says whether weights are
     dropped.
@@ -78,8 +81,10 @@ def _stock_is_fast(inputs: Inputs) -> bool:
         and key_lengths is None
         and q.dtype in (torch.float16, torch.bfloat16)
         and v.shape[-1] == q.shape[-1]
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= widest_of_cudnn(q.device)
+        and k.shape[2] > 1
         and (not geometry.banded or q.shape[2] == k.shape[2])
-        and compute_capability(q.device) >= 9
     )
 
 
@@ -87,6 +92,15 @@ def _stock_is_fast(inputs: Inputs) -> bool:
 def compute_capability(device: torch.device) -> int:
     """The generation of an NVIDIA GPU (9 is Hopper), 0 for any other device."""
     return _ask_for_capability(device) if device.type == "cuda" and torch.version.hip is None else 0
+
+
+@torch.compiler.assume_constant_result
+def widest_of_cudnn(device: torch.device) -> int:
+    """The widest heads that cuDNN's attention serves on a GPU where torch's own is fastest by it, 0 on any other."""
+    capability = compute_capability(device)
+    if capability == 9 and (torch.backends.cudnn.version() or 0) >= 91000:
+        return 256
+    return 128 if capability in CUDNN_FIRST else 0
 
 
 def before_ampere(device: torch.device) -> bool:
@@ -143,14 +157,15 @@ def _refusal(impl: str, inputs: Inputs, policy: Policy | None, drops: bool) -> s
         return "torch.func.grad, jvp and their like"
     if impl in ("streaming", "triton") and drops and transformed():
         return "dropout under torch.func.vmap"
-    if impl != "reference" and forward_mode() and has_tangent(*inputs, *_parameters(policy)):
+    if impl != "reference" and forward_mode() and has_tangent(*inputs, *parameters_of(policy)):
         return "differentiation in forward mode"
     if impl == "triton":
         return triton_refusal(inputs, policy)
     return _stock_refusal(inputs, policy) if impl == "stock" else ""
 
 
-def _parameters(policy: Any) -> tuple[Tensor, ...]:
+def parameters_of(policy: Any) -> tuple[Tensor, ...]:
+    """The parameters of a policy that is a module."""
     return tuple(policy.parameters()) if isinstance(policy, torch.nn.Module) else ()
 
 

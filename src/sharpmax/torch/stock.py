@@ -138,7 +138,7 @@ def backends(device: torch.device) -> Any:
     """
     if (
         torch.compiler.is_compiling()
-        or choice.compute_capability(device) not in (9, 10)
+        or choice.compute_capability(device) not in choice.CUDNN_FIRST
         or not torch.backends.cuda.cudnn_sdp_enabled()
     ):
         return contextlib.nullcontext()
