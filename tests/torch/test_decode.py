@@ -173,12 +173,15 @@ def test_auto_takes_torch_where_there_is_no_gpu() -> None:
         decode_attention(query, key, value, impl="triton")
 
 
-def test_parameters_of_a_policy_get_no_gradient() -> None:
+def test_a_policy_with_parameters() -> None:
+    """Which would get no gradient: that is said, not done."""
     query, key, value = inputs()
     policy = sharpmax.torch.Learnable(sharpmax.LearnableTemperature(heads=4, init=2.0))
-    output = decode_attention(query, key, value, policy=policy)
+    with pytest.raises(ValueError, match="no gradient: call it under"):
+        decode_attention(query, key, value, policy=policy)
+    with torch.no_grad():
+        output = decode_attention(query, key, value, policy=policy)
     assert isinstance(output, Tensor)
-    assert not output.requires_grad
     torch.testing.assert_close(output, decode_attention(query, key, value, policy=sharpmax.Constant(2.0)))
 
 
@@ -249,27 +252,28 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "same heads and capacity, got value": ((Q, K, V[:, :, :5]), {}),
     "same heads and capacity, got key": ((Q, K[:1], V), {}),
     "head size 16, got 8": ((Q, K[..., :8], V), {}),
-    "multiple of the cache's 2 heads, got 3": ((Q[:, :3], K, V), {}),
+    r"a multiple of the heads of a cache \[B, Hkv, capacity, D\], got shapes \(2, 3,": ((Q[:, :3], K, V), {}),
     "of one type": ((Q, K.half(), V), {}),
-    "bfloat16, float32 or float64, got torch.float8": (tuple(x.to(torch.float8_e4m3fn) for x in (Q, K, V)), {}),
-    "cache_lengths to be a tensor of whole numbers, got torch.bool": ((Q, K, V, torch.tensor([True, True])), {}),
-    "cache_lengths to be a tensor of whole numbers, got list": ((Q, K, V, [1, 2]), {}),
+    "bfloat16, float32 or float64, got float8": (tuple(x.to(torch.float8_e4m3fn) for x in (Q, K, V)), {}),
+    "cache_lengths to be a tensor of whole numbers, got bool": ((Q, K, V, torch.tensor([True, True])), {}),
+    "expected cache_lengths to be a torch tensor, got list; torch.as_tensor makes one": ((Q, K, V, [1, 2]), {}),
+    "expected key to be a dense tensor, got one of torch.sparse_coo": ((Q, K.to_sparse(), V), {}),
     "expected key to be a torch tensor, got NoneType": ((Q, None, V), {}),
     "expected value to be a torch tensor, got list": ((Q, K, [1.0]), {}),
     r"shape \[2\], got shape \(3,\)": ((Q, K, V, lengths_of([1, 2, 3])), {}),
-    r"key_mask to be boolean of shape \(2, 70\), got torch.float32": ((Q, K, V), {"key_mask": torch.ones(2, 70)}),
-    r"key_mask to be boolean of shape \(2, 70\), got torch.bool of shape \(70,\)": (
+    r"key_mask to be boolean of shape \(2, 70\), got float32": ((Q, K, V), {"key_mask": torch.ones(2, 70)}),
+    r"key_mask to be boolean of shape \(2, 70\), got bool of shape \(70,\)": (
         (Q, K, V),
         {"key_mask": torch.ones(70, dtype=torch.bool)},
     ),
     "expected key_mask to be a torch tensor, got list": ((Q, K, V), {"key_mask": [True]}),
     "no gradient": ((Q.clone().requires_grad_(), K, V), {}),
     "impl to be one of auto, triton, torch, got 'fast'": ((Q, K, V), {"impl": "fast"}),
-    "window to be a whole number": ((Q, K, V), {"window": 0}),
+    "window to be None, a whole number of at least 1, or a pair": ((Q, K, V), {"window": 0}),
     "softcap to be a positive number or None, got 0.0": ((Q, K, V), {"softcap": 0.0}),
     "softcap to be a positive number or None, got '2'": ((Q, K, V), {"softcap": "2"}),
     r"scale to be a finite number, got \[1\]": ((Q, K, V), {"scale": [1]}),
-    "callable with RowStats, got str": ((Q, K, V), {"policy": "paper"}),
+    "callable with RowStats, got 'paper'": ((Q, K, V), {"policy": "paper"}),
 }
 
 
@@ -284,9 +288,9 @@ def test_refused_pages() -> None:
     (keys, table), (values, _) = (paged(cache, [70, 70], 16) for cache in (K, V))
     refused: dict[str, Any] = {
         "alike but for the last": (Q, keys, values[:2], table, lengths_of([1, 2])),
-        "block_table to be a tensor of whole numbers, got torch.float32": (Q, keys, values, table * 1.0, LENGTHS),
+        "block_table to be a tensor of whole numbers, got float32": (Q, keys, values, table * 1.0, LENGTHS),
         "block_table to be a tensor of whole numbers, got NoneType": (Q, keys, values, None, LENGTHS),
-        r"block_table \[2, most pages\]": (Q, keys, values, table[:1], LENGTHS),
+        r"block_table of shape \[2, pages of a sequence\]": (Q, keys, values, table[:1], LENGTHS),
         "key_cache to be a torch tensor": (Q, None, values, table, LENGTHS),
         "how many keys are valid, got None": (Q, keys, values, table, None),
     }

@@ -84,22 +84,32 @@ def checked(
 def check_tensors(tensors: dict[str, Any]) -> None:
     """Refuse what is not a floating-point tensor, or not of the type and device of the first."""
     first = next(iter(tensors.values()))
+    check_dense(**tensors)
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"expected {name} to be a torch tensor, got {type(x).__name__}")
-        if x.is_nested:
-            raise TypeError(f"expected {name} to be a dense tensor, got a nested one; see varlen_attention")
-        if x.layout != torch.strided:
-            raise TypeError(f"expected {name} to be a dense tensor, got one of {x.layout}; see Tensor.to_dense")
         if x.dtype not in DTYPES:
-            raise TypeError(f"expected {name} of type float16, bfloat16, float32 or float64, got {_name(x.dtype)}")
+            raise TypeError(f"expected {name} of type float16, bfloat16, float32 or float64, got {type_name(x.dtype)}")
         if x.device != first.device:
             raise ValueError(f"expected {', '.join(tensors)} on one device, got {first.device} and {x.device}")
     types = {x.dtype for x in tensors.values()}
     if len(types) > 1 and len({x.dtype for x in under_autocast(*tensors.values())}) > 1:
         raise TypeError(
-            f"expected {', '.join(tensors)} of one type, got {', '.join(_name(x.dtype) for x in tensors.values())}"
+            f"expected {', '.join(tensors)} of one type, got {', '.join(type_name(x.dtype) for x in tensors.values())}"
         )
+
+
+def check_dense(**values: Any) -> None:
+    """Refuse what is not a dense tensor."""
+    for name, x in values.items():
+        if not isinstance(x, Tensor):
+            of_numbers = isinstance(x, list | tuple | int | float | np.ndarray)
+            raise TypeError(
+                f"expected {name} to be a torch tensor, got {type(x).__name__}"
+                + ("; torch.as_tensor makes one" if of_numbers else "")
+            )
+        if x.is_nested:
+            raise TypeError(f"expected {name} to be a dense tensor, got a nested one; see varlen_attention")
+        if x.layout != torch.strided:
+            raise TypeError(f"expected {name} to be a dense tensor, got one of {x.layout}; see Tensor.to_dense")
 
 
 def under_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -130,7 +140,8 @@ def _autocast(kind: str) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-def _name(dtype: torch.dtype) -> str:
+def type_name(dtype: torch.dtype) -> str:
+    """The name of a type without the module's."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -141,11 +152,11 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: 
     if query.shape[-1] != key.shape[-1] or query.shape[-1] == 0:
         raise misfit("query and key with the same number of columns, at least 1", tensors)
     if value is not None and maps == 1 and value.shape[:-1] != key.shape[:-1]:
-        raise misfit("key and value alike but for their columns", tensors)
+        raise misfit("key and value of the same shape but for their last axis", tensors)
     if value is not None and maps > 1 and _heads_of_value(key, maps) != value.shape[:-1]:
         raise misfit(f"tensors with heads, {maps} of query and of key for each of value", tensors)
     if query.shape[:-3] != key.shape[:-3]:
-        raise misfit("the same batch axes (expand repeats one for nothing)", tensors)
+        raise misfit("the same batch axes (Tensor.expand repeats one without a copy)", tensors)
     if query.ndim > 2 and query.shape[-3] != key.shape[-3]:
         if key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]:
             raise misfit("the query's heads to be a multiple of the key's", tensors)
@@ -191,7 +202,7 @@ def _check_mask(mask: Any, query: Tensor) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor) or (mask.dtype != torch.bool and mask.dtype not in DTYPES):
-        got = _name(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
+        got = type_name(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"expected attn_mask to be a boolean or floating-point tensor, got {got}")
     if mask.is_nested or mask.layout != torch.strided or _overrides_functions(mask):
         raise TypeError(f"expected attn_mask to be a plain tensor, got {type(mask).__name__} of {mask.layout}")
@@ -224,9 +235,7 @@ def _mask(mask: Tensor | None, logits: tuple[int, ...], heads: int) -> Tensor | 
 def _lengths(lengths: Any, batch_axes: tuple[int, ...], keys: int, device: torch.device) -> Tensor | None:
     if lengths is None:
         return None
-    if not isinstance(lengths, Tensor) or lengths.dtype not in WHOLE or lengths.layout != torch.strided:
-        got = f"{_name(lengths.dtype)}, {lengths.layout}" if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise TypeError(f"expected key_lengths to be a dense tensor of whole numbers, got {got}")
+    check_whole("key_lengths", lengths)
     batch = product(batch_axes)
     if lengths.shape not in ((batch,), batch_axes):
         raise ValueError(
@@ -235,6 +244,13 @@ def _lengths(lengths: Any, batch_axes: tuple[int, ...], keys: int, device: torch
     if lengths.device != device:
         raise ValueError(f"expected key_lengths on the query's device {device}, got it on {lengths.device}")
     return torch.clamp(lengths.reshape(batch).to(torch.int64), min=0, max=keys).to(torch.int32)
+
+
+def check_whole(name: str, x: Any) -> None:
+    """Refuse what is not a dense tensor of whole numbers."""
+    check_dense(**{name: x})
+    if x.dtype not in WHOLE:
+        raise TypeError(f"expected {name} to be a tensor of whole numbers, got {type_name(x.dtype)}")
 
 
 @torch.compiler.assume_constant_result
@@ -277,10 +293,10 @@ def geometry_of(
     if not isinstance(is_causal, bool | np.bool_) and not (isinstance(is_causal, str) and is_causal == "lower_right"):
         raise ValueError(f"expected is_causal to be True, False or 'lower_right', got {is_causal!r}")
     for name, x, instead in (
-        ("softcap", softcap, "take its item()"),
-        ("scale", scale, "learn it by multiplying the query"),
+        ("softcap", softcap, "it has no gradient, so pass its item()"),
+        ("scale", scale, "to learn a scale, multiply the query by it"),
     ):
-        if isinstance(x, Tensor):  # its gradient would be lost
+        if isinstance(x, Tensor):
             raise TypeError(f"expected {name} to be a number, got a tensor; {instead}")
     if softcap is not None and not (_number(softcap) and 0 < softcap < math.inf):
         raise ValueError(f"expected softcap to be a positive number or None, got {softcap!r}")
@@ -313,7 +329,8 @@ def band(window: Any) -> tuple[int, int]:
     if isinstance(window, tuple | list) and len(window) == 2 and all(whole(w) and w >= ALL for w in window):
         return min(int(window[0]), WIDEST), min(int(window[1]), WIDEST)
     raise ValueError(
-        f"expected window to be a whole number of at least 1, or (left, right), -1 for all, got {window!r}"
+        "expected window to be None, a whole number of at least 1, or a pair (left, right) in which -1 means all; "
+        f"got {window!r}"
     )
 
 

@@ -21,16 +21,19 @@ from .attention import Attention, row_betas
 from .blocks import accumulation
 from .checks import (
     DTYPES,
-    WHOLE,
     Window,
+    check_dense,
     check_policy,
+    check_whole,
     forward_mode,
     full_precision,
     geometry_of,
     has_tangent,
+    needs_gradient,
     readable,
+    type_name,
 )
-from .choice import HAS_TRITON, before_ampere
+from .choice import HAS_TRITON, before_ampere, parameters_of
 from .geometry import ALL, LARGEST_HEAD, Geometry, visible_counts
 
 MOST_QUERIES = 16
@@ -85,7 +88,7 @@ def decode_attention(
     There is no gradient: use ``scaled_dot_product_attention`` to train. Autocast changes nothing: it would cast the
     whole cache in every step.
     """
-    _check_tensors(query=query, key=key, value=value)
+    check_dense(query=query, key=key, value=value)
     _check_query(query)
     for name, cache, heads in (("key", key, None), ("value", value, key.shape[1:3] if key.ndim == 4 else None)):
         if cache.ndim != 4 or cache.shape[0] != query.shape[0] or (heads is not None and cache.shape[1:3] != heads):
@@ -94,11 +97,11 @@ def decode_attention(
                 f"and capacity, got {name} of shape {tuple(cache.shape)}"
             )
     if key_mask is not None:
-        _check_tensors(key_mask=key_mask)
+        check_dense(key_mask=key_mask)
         if key_mask.dtype != torch.bool or key_mask.shape != (key.shape[0], key.shape[2]):
             raise ValueError(
-                f"expected key_mask to be boolean of shape {(key.shape[0], key.shape[2])}, got {key_mask.dtype} of "
-                f"shape {tuple(key_mask.shape)}"
+                f"expected key_mask to be boolean of shape {(key.shape[0], key.shape[2])}, got "
+                f"{type_name(key_mask.dtype)} of shape {tuple(key_mask.shape)}"
             )
     cache = _Cache(key, value, None, _whole_numbers("cache_lengths", cache_lengths), key_mask)
     return _attention(query, cache, scale, policy, window, softcap, impl, return_stats)
@@ -130,7 +133,7 @@ def paged_decode_attention(
       cache_lengths: whole numbers ``[B]``, how many keys are valid; taken as within 0 and what the table has room for.
       scale, policy, window, softcap, impl, return_stats: as in :func:`decode_attention`.
     """
-    _check_tensors(query=query, key_cache=key_cache, value_cache=value_cache)
+    check_dense(query=query, key_cache=key_cache, value_cache=value_cache)
     _check_query(query)
     if key_cache.ndim != 4 or value_cache.ndim != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
         raise ValueError(
@@ -143,7 +146,9 @@ def paged_decode_attention(
     if table is None:
         raise TypeError("expected block_table to be a tensor of whole numbers, got NoneType")
     if table.ndim != 2 or table.shape[0] != query.shape[0]:
-        raise ValueError(f"expected block_table [{query.shape[0]}, most pages], got shape {tuple(table.shape)}")
+        raise ValueError(
+            f"expected block_table of shape [{query.shape[0]}, pages of a sequence], got shape {tuple(table.shape)}"
+        )
     if cache_lengths is None:
         raise ValueError("expected cache_lengths to say how many keys are valid, got None")
     cache = _Cache(key_cache, value_cache, table, _whole_numbers("cache_lengths", cache_lengths))
@@ -160,8 +165,8 @@ def _attention(
     impl: str,
     return_stats: bool,
 ) -> Tensor | Attention:
-    _check_cache(query, cache)
     check_policy(policy)
+    _check_cache(query, cache, policy)
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"expected impl to be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     cache = cache._replace(
@@ -181,19 +186,11 @@ def _attention(
         return run(query, cache, geometry, policy, return_stats)
 
 
-def _check_tensors(**tensors: Any) -> None:
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"expected {name} to be a torch tensor, got {type(x).__name__}")
-
-
 def _whole_numbers(name: str, x: Any) -> Tensor | None:
     """``x`` as int32; numbers that it does not hold are taken as the nearest that it does."""
     if x is None:
         return None
-    if not isinstance(x, Tensor) or x.dtype not in WHOLE:
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"expected {name} to be a tensor of whole numbers, got {got}")
+    check_whole(name, x)
     if x.dtype != torch.int64:
         return x.to(torch.int32)
     limit = torch.iinfo(torch.int32)
@@ -209,24 +206,28 @@ def _check_query(query: Tensor) -> None:
         )
 
 
-def _check_cache(query: Tensor, cache: _Cache) -> None:
+def _check_cache(query: Tensor, cache: _Cache, policy: Policy) -> None:
     key, value, heads = cache.key, cache.value, cache.key.shape[1 if cache.table is None else 2]
     if key.shape[3] != query.shape[3]:
         raise ValueError(f"expected keys of query's head size {query.shape[3]}, got {key.shape[3]}")
     if heads < 1 or query.shape[1] % heads != 0:
-        raise ValueError(f"expected query to have a multiple of the cache's {heads} heads, got {query.shape[1]}")
+        cached = "[B, Hkv, capacity, D]" if cache.table is None else "[pages, page size, Hkv, D]"
+        raise ValueError(
+            f"expected query [B, Hq, Lq, D] with a multiple of the heads of a cache {cached}, got shapes "
+            f"{tuple(query.shape)} and {tuple(key.shape)}"
+        )
     if not (query.dtype == key.dtype == value.dtype) or query.dtype not in DTYPES:
         raise TypeError(
             "expected query, key and value of one type, float16, bfloat16, float32 or float64, got "
-            f"{query.dtype}, {key.dtype} and {value.dtype}"
+            f"{type_name(query.dtype)}, {type_name(key.dtype)} and {type_name(value.dtype)}"
         )
     if cache.lengths is not None and cache.lengths.shape != query.shape[:1]:
         raise ValueError(f"expected cache_lengths of shape [{query.shape[0]}], got shape {tuple(cache.lengths.shape)}")
     for tensor in cache:
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"expected all tensors on query's device {query.device}, got one on {tensor.device}")
-    backwards = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if backwards or (forward_mode() and has_tangent(query, key, value)):
+    sources = (query, key, value, *parameters_of(policy))
+    if needs_gradient(*sources) or (forward_mode() and has_tangent(*sources)):
         raise ValueError(
             "decoding has no gradient: call it under torch.no_grad(), or train with scaled_dot_product_attention"
         )
@@ -239,7 +240,7 @@ def _obstacle(query: Tensor, cache: _Cache) -> str | None:
     from .triton import decode as kernels
 
     if query.dtype not in kernels.TYPES:
-        return f"impl='triton' serves float16, bfloat16 and float32, got {query.dtype}"
+        return f"impl='triton' serves float16, bfloat16 and float32, got {type_name(query.dtype)}"
     sizes = (query.shape[3], cache.value.shape[3])
     if max(sizes) > LARGEST_HEAD or min(sizes) < 1:
         got = max(sizes) if min(sizes) > 0 else 0

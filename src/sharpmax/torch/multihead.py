@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core.policies import PAPER, LearnableStructure, Policy
 from ..mechanisms import Mechanism, find
 from .attention import scaled_dot_product_attention
-from .checks import check_dropout, check_policy, misfit, under_autocast, whole
+from .checks import check_dense, check_dropout, check_policy, misfit, type_name, under_autocast, whole
 from .choice import check_impl
 from .learnable import Learnable
 from .mechanisms import settled
@@ -103,13 +103,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         if need_weights:
             raise ValueError("attention weights are never formed here; call with need_weights=False")
         self._check(query=query, key=key, value=value)
+        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        check_dense(**{name: mask for name, mask in masks.items() if mask is not None})
         if query.is_nested or key.is_nested or value.is_nested:
             return self._nested(query, key, value, key_padding_mask, attn_mask, is_causal), None
         batched = query.ndim == 3
         if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim:
             raise misfit("query, key and value with 2 or 3 axes each", [query, key, value])
         if key.shape[:-1] != value.shape[:-1]:
-            raise misfit("key and value alike but for their columns", [key, value])
+            raise misfit("key and value of the same shape but for their last axis", [key, value])
         if batched and query.shape[1 - self.batch_first] != key.shape[1 - self.batch_first]:
             raise misfit(f"query and key of one batch size, on axis {1 - self.batch_first}", [query, key])
         for name, x, columns in (
@@ -141,12 +143,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         own = self.in_proj_weight
         weights = (own,) * 3 if own is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         for (name, x), weight in zip(tensors.items(), weights, strict=True):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"expected {name} to be a torch tensor, got {type(x).__name__}")
+            if not (isinstance(x, Tensor) and x.is_nested):
+                check_dense(**{name: x})
             if x.device != weight.device:
                 raise ValueError(f"expected {name} on the module's device {weight.device}, got it on {x.device}")
             if x.dtype != weight.dtype and under_autocast(x)[0].dtype != under_autocast(weight)[0].dtype:
-                raise TypeError(f"expected {name} of the module's type {weight.dtype}, got {x.dtype}")
+                raise TypeError(
+                    f"expected {name} of the module's type {type_name(weight.dtype)}, got {type_name(x.dtype)}"
+                )
 
     def _attended(
         self,
@@ -219,7 +223,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         if padding is None:
             return mask
         if padding.dtype != torch.bool and not padding.dtype.is_floating_point:
-            raise TypeError(f"expected key_padding_mask to be boolean or floating-point, got {padding.dtype}")
+            raise TypeError(
+                f"expected key_padding_mask to be boolean or floating-point, got {type_name(padding.dtype)}"
+            )
         if padding.shape != (batch, keys):
             raise ValueError(f"expected key_padding_mask of shape {(batch, keys)}, got {tuple(padding.shape)}")
         padding = padding[:, None, None]

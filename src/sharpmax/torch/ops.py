@@ -50,7 +50,10 @@ def _documents(cu_q: Tensor | None, cu_k: Tensor | None, q: Tensor, k: Tensor) -
 def check_starts(name: str, starts: list[int], tokens: int) -> None:
     """Refuse offsets of documents that fall, or lie outside of the tokens."""
     if starts[0] < 0 or starts[-1] > tokens or any(a > b for a, b in itertools.pairwise(starts)):
-        raise ValueError(f"expected {name} to be offsets from 0 to {tokens} that do not fall, got {starts}")
+        raise ValueError(
+            f"expected {name} to be offsets into the {tokens} tokens on axis 0, from 0 to {tokens} and never falling, "
+            f"got {starts}"
+        )
 
 
 def kernels() -> Any:

@@ -23,12 +23,12 @@ from .attention import (
 )
 from .blocks import accumulation
 from .checks import (
-    WHOLE,
     Inputs,
     Window,
     check_dropout,
     check_policy,
     check_tensors,
+    check_whole,
     full_precision,
     geometry_of,
     misfit,
@@ -128,13 +128,9 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Any, cu_k: An
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise misfit("the query's heads to be a multiple of the key's", tensors)
     for name, starts in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if not isinstance(starts, Tensor) or starts.ndim != 1 or len(starts) < 1 or starts.dtype not in WHOLE:
-            of = (
-                f"{starts.dtype} of shape {tuple(starts.shape)}"
-                if isinstance(starts, Tensor)
-                else type(starts).__name__
-            )
-            raise ValueError(f"expected {name} to be a tensor [documents + 1] of whole numbers, got {of}")
+        check_whole(name, starts)
+        if starts.ndim != 1 or len(starts) < 1:
+            raise ValueError(f"expected {name} of shape [documents + 1], got shape {tuple(starts.shape)}")
         if starts.device != query.device and starts.device.type != "cpu":
             raise ValueError(f"expected {name} on the query's device {query.device}, got it on {starts.device}")
     if cu_q.shape != cu_k.shape:

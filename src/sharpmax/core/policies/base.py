@@ -29,9 +29,10 @@ def check_callable(policy: Any) -> None:
     if isinstance(policy, type):
         raise TypeError(f"expected a policy, got the class {policy.__name__}; {policy.__name__}(...) makes one")
     if not callable(policy):
+        got = repr(policy) if isinstance(policy, str) else type(policy).__name__
         raise TypeError(
-            f"expected policy to be callable with RowStats, got {type(policy).__name__}; "
-            "sharpmax.PAPER and sharpmax.Constant(2.0) are two"
+            f"expected policy to be callable with RowStats, got {got}; sharpmax.PAPER is one, and "
+            "sharpmax.Constant(1.0) is plain softmax"
         )
 
 
