@@ -28,7 +28,10 @@ Starts = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 class Attention(NamedTuple):
-    """What ``return_stats=True`` returns: the output, and the statistics and beta of every row, ``[..., Hq, Lq]``."""
+    """What ``return_stats=True`` returns: the output, and of every row the statistics and beta, ``[..., Hq, Lq]``.
+
+    The statistics are those of the logits before they are multiplied by beta.
+    """
 
     output: Tensor
     stats: RowStats
@@ -71,38 +74,43 @@ def scaled_dot_product_attention(
 
     Args:
       query: ``[..., Hq, Lq, D]``.
-      key, value: ``[..., H, Lk, D]`` and ``[..., H, Lk, Dv]``, with the axes of query before the heads: none is
-        broadcast (``x.expand`` costs no memory).
-      attn_mask: broadcasts against the logits ``[..., Hq, Lq, Lk]``; boolean (true where a key is seen), or numbers
-        that are added to the logits (``-inf``, or at most half of the lowest finite number of its type or of the type
-        that logits are computed in, hides a key); or a ``CausalBias`` of ``torch.nn.attention.bias``.
-      dropout_p: the probability that a weight is dropped. As in torch, always applied: pass 0 when not training.
+      key, value: ``[..., H, Lk, D]`` and ``[..., H, Lk, Dv]``. The axes before the heads are those of the query: none
+        is broadcast (``x.expand`` repeats one without a copy).
+      attn_mask: broadcasts against the logits ``[..., Hq, Lq, Lk]``. Boolean: true where a key is seen. Floating-point:
+        added to the logits; ``-inf`` hides a key, and so does anything at or below ``finfo.min / 2`` of the mask's type
+        or of the type that logits are computed in. Or a ``CausalBias`` of ``torch.nn.attention.bias``.
+      dropout_p: the probability that a weight is dropped. As in torch's function it is always applied: pass 0 (the
+        default) when not training.
       is_causal: ``True`` counts positions from the first query and key, as torch does; ``"lower_right"`` from the
-        last, as a cache needs it. It may be combined with a mask.
-      scale: what products of query and key are multiplied by; ``1 / sqrt(D)`` if not given.
+        last, as a cache needs it. May be combined with a mask.
+      scale: what products of query and key are multiplied by; ``1 / sqrt(D)`` by default.
       enable_gqa: allow more heads of the query than of the key; keys and values are not repeated in memory.
-      policy: maps :class:`~sharpmax.RowStats` ``[B, Hq, Lq]`` to beta; any callable, module or built-in policy.
-        Gradient flows through beta unless the policy is :func:`~sharpmax.detached`. Betas should not be negative:
-        ``"triton"`` does not look, and may give infinities or NaN for them, as the others do where powers grow too
-        large. Rows of infinite beta are hard, uniform over their largest logits, with ``"reference"`` and
-        ``"streaming"``; ``"triton"`` and ``"stock"`` refuse :class:`~sharpmax.Hard`, and take 10,000 for an infinity
-        that any other policy gives.
+      policy: maps :class:`~sharpmax.RowStats` ``[B, Hq, Lq]`` to beta; any callable, module or built-in policy, by
+        default :data:`sharpmax.PAPER`. ``sharpmax.Constant(1.0)`` is plain softmax. Gradient flows through beta unless
+        the policy is :func:`~sharpmax.detached`. Betas should not be negative: ``"triton"`` does not check, and may
+        give infinities or NaN for them, as the others do where powers grow too large. Rows of infinite beta are hard,
+        uniform over their largest logits, with ``"reference"`` and ``"streaming"``; ``"triton"`` and ``"stock"`` refuse
+        :class:`~sharpmax.Hard`, and take 10,000 for an infinity that any other policy gives.
       mechanism: what makes weights of logits in the place of softmax and policy: a name of
         ``sharpmax.mechanisms.MECHANISMS``, a mechanism (with the parameters that it starts from, if it has any), or a
         :class:`~sharpmax.torch.Learnable` that holds them. The default policy is not used then, and any other is
-        refused. A mechanism that has a policy goes the ways of policies, and ``Window`` that of windows, its keys
+        refused. A mechanism that has a policy is handled like that policy, and ``Window`` like ``window=``, its keys
         counted back from the last unless ``is_causal=True``. The others are served by ``"reference"``, and those that
         fold by ``"streaming"``. Differential attention takes query and key with two heads for each of value, and
         a mechanism with features no scale.
       window: ``w``: keys less than ``w`` positions away are seen (the ``w`` latest, if causal); or ``(left, right)``,
-        how many keys before and after its own position a query sees, -1 for all.
+        how many keys before and after its own position a query sees, -1 for all, as flash-attention's ``window_size``.
       softcap: logits are ``softcap * tanh(logits / softcap)``, before the mask is added; beta multiplies the result.
       key_lengths: ``[B]``, or of the query's batch axes; keys from there on are not seen, whatever they hold. Numbers
-        are taken as within 0 and Lk.
+        outside of 0 to Lk are taken as the nearest of these.
       impl: ``"reference"`` (all logits at once), ``"streaming"`` (any device), ``"triton"`` (GPU), ``"stock"`` (torch's
-        own attention on ``beta * query``), or ``"auto"``: see :func:`.choice.choose`, and for mechanisms
-        :func:`.mechanisms.choose`. An implementation that cannot serve a call says so.
-      return_stats: return :class:`Attention` in place of the output; for a mechanism without a policy there is none.
+        own attention on ``beta * query``), or ``"auto"``, the default, which takes the first that serves the call (the
+        page docs/attention.md has the order). An implementation that cannot serve a call says so.
+      return_stats: also return the statistics and beta of every row; not for a mechanism without a policy.
+
+    Returns:
+      The output ``[..., Hq, Lq, Dv]``, of the query's type, or with ``return_stats`` an :class:`Attention`: ``output``,
+      ``stats`` of the logits before beta, and ``beta``, the last two ``[..., Hq, Lq]``.
 
     A query that sees no key gets 0, and so do gradients.
     """
@@ -155,11 +163,18 @@ def row_stats(
     with_min: bool = False,
     impl: str = "auto",
 ) -> RowStats:
-    """The :class:`~sharpmax.RowStats` (entropy and all) of every attention row, ``[..., Hq, Lq]``.
+    """The :class:`~sharpmax.RowStats` of every attention row: entropy (in nats), logsumexp, mean, maximum and count.
 
-    Arguments are those of :func:`scaled_dot_product_attention`; ``with_min`` asks for the minimum, which the spread
-    needs. Entropy, lse and mean are differentiable; maximum, minimum and count, and so the spread, have no gradient.
-    Nothing of the size of the logits is held, except by ``impl="reference"``.
+    Args:
+      query, key, scale, is_causal, attn_mask, key_lengths, window, softcap, enable_gqa: as in
+        :func:`scaled_dot_product_attention`.
+      with_min: also compute the minimum, which :attr:`~sharpmax.RowStats.spread` needs.
+      impl: ``"reference"`` (all logits at once), ``"streaming"``, ``"triton"``, or ``"auto"``.
+
+    Returns:
+      Statistics of the logits, before any temperature; fields are ``[..., Hq, Lq]``, float64 for float64 and else
+      float32. Entropy, lse and mean are differentiable; maximum, minimum and count, and so the spread, have no
+      gradient. Nothing of the size of the logits is held, except by ``impl="reference"``.
     """
     inputs = checked(
         query, key, None, attn_mask, key_lengths, is_causal=is_causal, scale=scale, window=window, softcap=softcap,

@@ -68,25 +68,29 @@ def decode_attention(
 
     Args:
       query: ``[B, Hq, Lq, D]`` with ``Lq <= 16``. The last query stands at the last valid key, those before it at
-        the keys before.
+        the keys before, and none sees later keys. Queries for which there are too few valid keys get zeros.
       key, value: ``[B, Hkv, capacity, D]`` and ``[B, Hkv, capacity, Dv]``, of any strides; ``Hq`` is a multiple of
         ``Hkv``.
-      cache_lengths: whole numbers ``[B]``, how many keys are valid (those of the queries included); all if not given.
-        Numbers are taken as within 0 and the capacity. What lies beyond has no influence, whatever it holds. A query
-        without any valid key gets zeros.
+      cache_lengths: whole numbers ``[B]``, how many keys are valid, those of the queries included; all if not given.
+        Numbers outside of 0 to the capacity are taken as the nearest of these. What lies beyond has no influence,
+        whatever it holds.
       key_mask: booleans ``[B, capacity]``, False where padding hides a key from every query, such as that before a
         prompt shorter than the others. What it hides has no influence.
-      scale: what products of query and key are multiplied by, ``1 / sqrt(D)`` if not given.
-      policy: any callable that maps RowStats to beta.
+      scale: what products of query and key are multiplied by; ``1 / sqrt(D)`` by default.
+      policy: any callable that maps RowStats ``[B, Hq, Lq]`` to beta, by default :data:`sharpmax.PAPER`.
       window: ``w``: a query sees the ``w`` latest keys up to its own position; or ``(left, right)``, of which ``left``
         counts the keys before it, -1 for all. All if not given.
       softcap: logits are ``softcap * tanh(logits / softcap)``.
-      impl: ``"triton"`` (NVIDIA GPUs from Ampere on; AMD's are not refused, and were never tried), ``"torch"``
-        (anywhere), or ``"auto"``: the kernels where they serve.
-      return_stats: return a :class:`Attention` in place of the output.
+      impl: ``"triton"`` (NVIDIA GPUs from Ampere on), ``"torch"`` (any device, logits of the whole capacity in memory),
+        or ``"auto"``, the default: the kernels where they serve.
+      return_stats: also return the statistics and beta of every row.
 
-    There is no gradient: use ``scaled_dot_product_attention`` to train. Autocast changes nothing: it would cast the
-    whole cache in every step.
+    Returns:
+      The output ``[B, Hq, Lq, Dv]``, of the query's type, or with ``return_stats`` an
+      :class:`~sharpmax.torch.Attention`, whose statistics (of the logits before beta) and beta are ``[B, Hq, Lq]``.
+
+    Query, key and value are of one type: autocast, which would cast the whole cache in every step, changes nothing.
+    There is no gradient: use ``scaled_dot_product_attention`` to train.
     """
     check_dense(query=query, key=key, value=value)
     _check_query(query)
@@ -121,17 +125,22 @@ def paged_decode_attention(
     impl: str = "auto",
     return_stats: bool = False,
 ) -> Tensor | Attention:
-    """:func:`decode_attention` on a paged cache.
+    """:func:`decode_attention` on a paged cache, as serving engines keep it.
 
     Args:
-      query: ``[B, Hq, Lq, D]`` with ``Lq <= 16``.
-      key_cache, value_cache: ``[pages, page size, Hkv, D]`` and ``[pages, page size, Hkv, Dv]``.
-      block_table: whole numbers ``[B, most pages]``: key ``n`` of a sequence is in page
+      query: ``[B, Hq, Lq, D]`` with ``Lq <= 16``, as in :func:`decode_attention`.
+      key_cache, value_cache: ``[pages, page size, Hkv, D]`` and ``[pages, page size, Hkv, Dv]``, with pages of any
+        size; ``Hq`` is a multiple of ``Hkv``.
+      block_table: whole numbers ``[B, pages of a sequence]``: key ``n`` of sequence ``b`` is in page
         ``block_table[b, n // page size]``. Entries of pages without a visible key, beyond the valid ones or before the
         window, may be anything; the pages they name are not read. Others must name a page, which is checked on a CPU
         alone.
-      cache_lengths: whole numbers ``[B]``, how many keys are valid; taken as within 0 and what the table has room for.
+      cache_lengths: whole numbers ``[B]``, how many keys are valid, those of the queries included. Numbers outside of 0
+        to what the table has room for are taken as the nearest of these.
       scale, policy, window, softcap, impl, return_stats: as in :func:`decode_attention`.
+
+    Returns:
+      What :func:`decode_attention` returns.
     """
     check_dense(query=query, key_cache=key_cache, value_cache=value_cache)
     _check_query(query)

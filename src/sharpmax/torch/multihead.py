@@ -20,6 +20,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     """Takes the arguments and the ``state_dict`` of ``torch.nn.MultiheadAttention``, and a policy.
 
     Args:
+      embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: as in torch's module. ``add_bias_kv``
+        and ``add_zero_attn`` are refused.
       policy: as in :func:`~sharpmax.torch.scaled_dot_product_attention`. One with parameters, such as
         :class:`~sharpmax.torch.Learnable`, becomes a submodule; its parameters are not in the ``state_dict`` of torch's
         module, which then loads with ``strict=False``.
@@ -27,9 +29,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         :class:`~sharpmax.torch.Learnable` here. Differential attention splits queries and keys of a head in two.
       impl: the implementation, likewise.
 
-    Attention weights are never formed, so ``need_weights`` must be ``False``, which is the default here. Inside
-    ``torch.nn.TransformerEncoderLayer`` it is called in evaluation too: torch's fused layer, which has no policy, is
-    not taken. The encoder may be built with ``enable_nested_tensor=False``, or it says that it does not use them.
+    Attention weights are never formed, so ``need_weights`` must be ``False``, which is the default here, unlike in
+    torch's module. Inside ``torch.nn.TransformerEncoderLayer`` it is called in evaluation too: torch's fused layer,
+    which has no policy, is not taken. Build a ``TransformerEncoder`` with ``enable_nested_tensor=False``: torch warns
+    otherwise that it does not use nested tensors.
     """
 
     def __init__(
@@ -97,8 +100,15 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, None]:
         """The output and ``None``, as torch's module returns them without weights.
 
-        As there, a true value in a boolean mask *hides* a key, and ``is_causal`` is a hint about ``attn_mask``; here it
-        needs no mask, and is applied in place of it.
+        Args:
+          query, key, value: ``[L, B, columns]``, with ``batch_first`` ``[B, L, columns]``; without a batch
+            ``[L, columns]``; or, with ``batch_first``, nested tensors.
+          key_padding_mask: ``[B, Lk]``, true where a key is *hidden*, or numbers that are added to the logits.
+          need_weights: must be ``False``.
+          attn_mask: ``[Lq, Lk]`` or ``[B * num_heads, Lq, Lk]``, likewise.
+          average_attn_weights: not used.
+          is_causal: causal attention, in the place of ``attn_mask``, of which torch takes it for a hint: a mask that
+            is given besides is ignored.
         """
         if need_weights:
             raise ValueError("attention weights are never formed here; call with need_weights=False")

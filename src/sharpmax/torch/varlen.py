@@ -60,19 +60,24 @@ def varlen_attention(
     """Attention of every document to itself, with the inverse temperature that ``policy`` chooses for each row.
 
     Args:
-      query: ``[tokens, Hq, D]``, the queries of all documents one after the other.
-      key, value: ``[tokens, H, D]`` and ``[tokens, H, Dv]``; ``Hq`` is a multiple of ``H``.
-      cu_seqlens_q, cu_seqlens_k: where documents start, and where the last one ends: whole numbers
-        ``[documents + 1]`` that do not fall. Tokens before the first and after the last belong to no document: what
-        they get is 0, and so are gradients. On the CPU the numbers are checked; on a GPU that would wait for it.
-      max_seqlen_q, max_seqlen_k: the longest document's lengths; taken for the sake of flash-attention's signature.
+      query: ``[Tq, Hq, D]``, the queries of all documents one after the other.
+      key, value: ``[Tk, H, D]`` and ``[Tk, H, Dv]``, likewise; ``Hq`` is a multiple of ``H``.
+      cu_seqlens_q, cu_seqlens_k: offsets, not lengths: where each document starts and where the last one ends, whole
+        numbers ``[documents + 1]`` that never fall, on the query's device or on the CPU. ``[0, 10, 30]`` are documents
+        of 10 and of 20 tokens. Tokens before the first offset and after the last belong to no document: their output
+        is 0, and so are their gradients. Offsets are checked on a CPU alone, since a GPU would have to be waited for.
+      max_seqlen_q, max_seqlen_k: not used; here for the sake of flash-attention's signature.
       dropout_p: the probability that a weight is dropped.
       causal: whether a query sees no later keys. Positions are counted from the end of each document (lower-right), as
         flash-attention does; where a document has as many keys as queries that is the usual causality.
       scale, policy, window, softcap: as in :func:`~sharpmax.torch.scaled_dot_product_attention`; a window too is
         counted from the end.
-      impl: ``"streaming"`` (document after document), ``"triton"``, or ``"auto"``.
-      return_stats: return :class:`~sharpmax.torch.Attention`, with statistics and beta ``[Hq, tokens]``.
+      impl: ``"streaming"`` (document after document), ``"triton"``, or ``"auto"``, the default.
+      return_stats: also return the statistics and beta of every row.
+
+    Returns:
+      The output ``[Tq, Hq, Dv]``, of the query's type, or with ``return_stats`` an :class:`~sharpmax.torch.Attention`,
+      whose statistics (of the logits before beta) and beta are ``[Hq, Tq]``.
     """
     del max_seqlen_q, max_seqlen_k
     check_policy(policy)

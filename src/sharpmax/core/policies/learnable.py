@@ -23,7 +23,8 @@ from .length import log_length_beta
 class LearnableStructure(Serialisable, abstract=True):
     """The structure of a policy with parameters, one of each for every head (or one for all with ``heads=None``).
 
-    Saved as JSON like any policy; the arrays are saved with the model they belong to.
+    ``sharpmax.torch.Learnable`` and ``sharpmax.flax.Learnable`` make modules of it, which are policies. Saved as JSON
+    like any policy; the arrays are saved with the model they belong to.
     """
 
     heads: int | None = None
@@ -64,7 +65,10 @@ class LearnableStructure(Serialisable, abstract=True):
 
 @dataclass(frozen=True)
 class LearnableTemperature(LearnableStructure):
-    """A learned temperature per head (as in AERO; Jha & Reagen, 2024): ``beta = exp(log_beta)``."""
+    """A learned temperature per head (as in AERO; Jha & Reagen, 2024): ``beta = exp(log_beta)``.
+
+    ``init`` is the beta that it starts from.
+    """
 
     init: float = 1.0
 
