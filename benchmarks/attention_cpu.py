@@ -1,6 +1,6 @@
 """Attention with adaptive temperature on a CPU against torch's own attention and against a literal Figure 4.
 
-    python -m benchmarks.attention_cpu [--lengths 4096 16384] [--hidden-up-to 4096] [--rounds 3] [--threads N]
+    python -m benchmarks.attention_cpu [--lengths 1024 4096 16384] [--hidden-up-to 4096] [--rounds 5] [--threads N]
 
 One head, float32. Logits are scaled so that the paper's polynomial acts; the share of rows with beta > 1.3 is recorded.
 Up to --hidden-up-to keys, there are calls with masks and windows too; torch's own attention gets those as masks.
@@ -30,14 +30,18 @@ from sharpmax.core.files import write_text
 from sharpmax.provenance import provenance
 from sharpmax.torch import scaled_dot_product_attention
 
+LEAST_SECONDS = 0.05
+"""How long a function runs in a round; short calls are repeated."""
 ENTROPY = 4.0  # about the peak of the paper's polynomial; logits of deviation d have entropy log(n) - d^2 / 2
 Call = Callable[[], Any]
 
 
 def tensors(length: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries all have the same norm, so that rows are about as sharp as each other."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, length, columns, generator=g) for _ in range(3))
-    factor = (2 * (math.log(length) - ENTROPY)) ** 0.25
+    q *= math.sqrt(columns) / q.norm(dim=-1, keepdim=True)
+    factor = (2 * max(0.0, math.log(length) - ENTROPY)) ** 0.25
     return q * factor, k * factor, v
 
 
@@ -92,19 +96,19 @@ def calls(q: Tensor, k: Tensor, v: Tensor, kind: str, direction: str, with_figur
     return {name: (lambda f=f: torch.autograd.grad(f(*leaves), leaves, cotangent)) for name, f in functions.items()}
 
 
-def seconds(call: Call) -> float:
+def seconds(call: Call, repeats: int = 1) -> float:
     start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
 
 
 def measured(length: int, columns: int, kind: str, direction: str, rounds: int, figure4_up_to: int) -> dict[str, Any]:
     q, k, v = tensors(length, columns)
     result = scaled_dot_product_attention(q, k, v, **options(kind, length)[0], return_stats=True)
     made = calls(q, k, v, kind, direction, length <= figure4_up_to)
-    for call in made.values():
-        call()
-    samples = [{name: seconds(call) for name, call in made.items()} for _ in range(rounds)]
+    repeats = {name: max(1, round(LEAST_SECONDS / seconds(call))) for name, call in made.items() if call() is not None}
+    samples = [{name: seconds(call, repeats[name]) for name, call in made.items()} for _ in range(rounds)]
     times = {name: statistics.median(sample[name] for sample in samples) for name in made}
     return {
         "length": length,
@@ -112,7 +116,7 @@ def measured(length: int, columns: int, kind: str, direction: str, rounds: int, 
         "kind": kind,
         "direction": direction,
         "share_beta_above_1_3": round(float((result.beta > 1.3).float().mean()), 4),
-        "milliseconds": {name: round(1000 * t, 2) for name, t in times.items()},
+        "milliseconds": {name: round(1000 * t, 3) for name, t in times.items()},
         "ratio_to_torch": {name: round(t / times["torch"], 3) for name, t in times.items() if name != "torch"},
     }
 

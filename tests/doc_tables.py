@@ -433,7 +433,7 @@ def short_phrases() -> list[str]:
         for what in DIRECTIONS
     ]
     return [
-        f"it took {forward} forward and {both} with backward",
+        f"sharpmax took {forward} forward and {both} with backward",
         f"literal Figure 4 took {min(ratios):.2f} to {max(ratios):.1f} times as long",
     ]
 
