@@ -407,7 +407,7 @@ def readme_speed() -> str:
         ["forward, 64 columns", ranges["narrow forward"], ranges["narrow flash forward"]],
         ["forward and backward, 128 columns", ranges["backward"], ranges["flash forward+backward"]],
         ["forward and backward, 64 columns", ranges["narrow backward"], ranges["narrow flash forward+backward"]],
-        ["the same with a detached policy", ranges["detached"], ""],
+        ["forward and backward, detached policy", ranges["detached"], ""],
     ]
     return markdown(["", "of cuDNN's", "of FlashAttention 2's"], lines)
 
