@@ -301,6 +301,17 @@ class Call:
             return False
         if accumulation(self.mask.dtype) != self.dtype:  # rounded, what it adds would not be what is compared
             return False
+        return self.small
+
+    def far(self) -> bool:
+        """Whether logits may be so far below the maximum of a row that the difference is infinite."""
+        return self.biased or self.q.device.type != "cpu" or not self.small
+
+    @functools.cached_property
+    def small(self) -> bool:
+        """Whether products of queries and keys are nothing beside :func:`hidden_logit`; they may overflow otherwise."""
+        if self.q.numel() * self.k.numel() == 0:
+            return True
         most = self.q.shape[-1] * abs(self.geometry.scale)
         for x in (self.q, self.k):
             most *= max(abs(float(bound)) for bound in torch.aminmax(x))

@@ -237,7 +237,7 @@ def _lengths(lengths: Any, batch_axes: tuple[int, ...], keys: int, device: torch
         return None
     check_whole("key_lengths", lengths)
     batch = product(batch_axes)
-    if lengths.shape not in ((batch,), batch_axes):
+    if all(lengths.shape != shape for shape in ((batch,), batch_axes)):  # a compiler knows symbols by !=, not by in
         raise ValueError(
             f"expected key_lengths of shape {tuple(batch_axes)}, one for each batch element, got {tuple(lengths.shape)}"
         )
@@ -253,9 +253,13 @@ def check_whole(name: str, x: Any) -> None:
         raise TypeError(f"expected {name} to be a tensor of whole numbers, got {type_name(x.dtype)}")
 
 
-@torch.compiler.assume_constant_result
 def forward_mode() -> bool:
-    """Whether derivatives in forward mode may be at work; for a compiler, where it traces."""
+    """Whether derivatives in forward mode may be at work; for a compiler, around what it traces or within."""
+    return forward_ad._current_level >= 0 or _forward_mode_within()  # the first is a guard of what was compiled
+
+
+@torch.compiler.assume_constant_result
+def _forward_mode_within() -> bool:
     return forward_ad._current_level >= 0
 
 

@@ -228,14 +228,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             mask = mask.reshape(batch, self.num_heads, queries, keys)
             if self.maps > 1:
                 mask = mask.repeat_interleave(self.maps, dim=1)
+        for name, x in {"attn_mask": mask, "key_padding_mask": padding}.items():
+            if x is not None and x.dtype != torch.bool and not x.dtype.is_floating_point:
+                raise TypeError(f"expected {name} to be boolean or floating-point, got {type_name(x.dtype)}")
         if mask is not None and mask.dtype == torch.bool:
             mask = ~mask
         if padding is None:
             return mask
-        if padding.dtype != torch.bool and not padding.dtype.is_floating_point:
-            raise TypeError(
-                f"expected key_padding_mask to be boolean or floating-point, got {type_name(padding.dtype)}"
-            )
         if padding.shape != (batch, keys):
             raise ValueError(f"expected key_padding_mask of shape {(batch, keys)}, got {tuple(padding.shape)}")
         padding = padding[:, None, None]

@@ -41,7 +41,7 @@ def row_stats(
     highest.fill_(-math.inf)
     lowest = torch.full_like(highest, math.inf) if with_min else None
     count = _counts(call)
-    hiding_adds = not with_min and call.hiding_adds()
+    hiding_adds, far = not with_min and call.hiding_adds(), call.far()
     for span in call.spans():
         for rows in span.rows():
             if not rows.keys:
@@ -53,7 +53,7 @@ def row_stats(
                 block = span.logits(query, rows, keys, hiding_adds=hiding_adds)
                 if with_min:
                     smallest = _minimum(span, block, smallest)
-                _statistics(call, block.logits, parts[:, i])
+                _statistics(call, block.logits, parts[:, i], far)
             top, summed, weighted = _merged(parts)
             span.put_rows(highest, rows, top)
             span.put_rows(total, rows, summed)
@@ -79,7 +79,7 @@ def row_stats_backward(
     call = Call(q, k, None, geometry, mask, key_lengths)
     gradients = _Gradients(call, need_mask)
     shift = torch.where(row_max.isinf(), 0.0, row_max)
-    hiding_adds = call.hiding_adds()
+    hiding_adds, far = call.hiding_adds(), call.far()
     for span in call.spans():
         dk = torch.zeros_like(span.key)
         for rows in span.rows():
@@ -89,7 +89,7 @@ def row_stats_backward(
             for keys in rows.keys:
                 block = span.logits(query, rows, keys, slope=True, hiding_adds=hiding_adds)
                 t = block.logits.sub_(top)
-                if call.biased:
+                if far:
                     t.clamp_(min=ZERO_EXPONENT)
                 dz = torch.addcmul(constant, t, d_moment, out=call.buffers("gradient", *t.shape)).mul_(powers_(t))
                 span.fill(dz, block.hidden, 0.0)
@@ -145,9 +145,9 @@ def attend(
 
 
 def _overflowed(call: Call, lse: Tensor) -> bool:
-    """Whether beta times what a mask adds is infinite in all of a row that sees keys, whose sum is that of none."""
+    """Whether beta times logits is infinite in all of a row that sees keys, whose sum is that of none."""
     empty = lse == -math.inf
-    return call.biased and bool(empty.any()) and bool((_counts(call)[empty] > 0).any())
+    return bool(empty.any()) and bool((_counts(call)[empty] > 0).any())
 
 
 def _powers(
@@ -187,14 +187,14 @@ def attend_backward(
     """
     given = (q, k, v, beta, geometry, mask, key_lengths)
     if stock_on_cpu.serves(*given, dropout_p, of_numbers=need_beta or need_mask) and stock_on_cpu.exact(lse):
-        found = stock_on_cpu.backward(*given, out, lse, grad_out, need_beta)
-        if all(x is None or bool(x.isfinite().all()) for x in found):  # products of keys that are not seen may overflow
+        found = stock_on_cpu.backward(*given, out, lse, grad_out, need_beta, whole)
+        if all(x is None or stock_on_cpu.of_numbers(x) for x in found):  # products of what is not seen may overflow
             return *found, None
     call = Call(q, k, v, geometry, mask, key_lengths)
     gradients = _Gradients(call, need_mask)
     grad_value = torch.zeros_like(v)
     grad_beta = torch.zeros_like(lse) if need_beta else None
-    hiding_adds = call.hiding_adds() and bool((beta > 0).all())
+    hiding_adds = call.hiding_adds() and bool((beta > SMALLEST_BETA).all())
     dropout = _Dropout(call, dropout_p, seed)
     for span in call.spans():
         assert span.value is not None
@@ -264,10 +264,12 @@ def powers_(t: Tensor) -> Tensor:
     return t.mul_(LOG2E).exp2_()
 
 
-def _statistics(call: Call, z: Tensor, into: Tensor) -> None:
-    """Maximum, sum and moment of the rows of a block, which is overwritten."""
+def _statistics(call: Call, z: Tensor, into: Tensor, far: bool) -> None:
+    """Maximum, sum and moment of the rows of a block, which is overwritten; differences may be ``far`` below 0."""
     top = torch.amax(z, -1, keepdim=True, out=into[0, ..., None])
     t = z.sub_(top)
+    if far:
+        t.clamp_(min=ZERO_EXPONENT)
     e = torch.mul(t, LOG2E, out=call.buffers("exponentials", *t.shape)).exp2_()
     torch.sum(e, -1, out=into[1])
     torch.sum(e.mul_(t), -1, out=into[2])

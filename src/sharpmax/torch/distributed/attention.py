@@ -22,8 +22,8 @@ from ...core.stats import RowStats
 from .. import ops
 from ..attention import Attention, row_betas, served_betas
 from ..blocks import accumulation
-from ..checks import Causal, Inputs, Window, check_policy, checked, full_precision, misfit
-from ..choice import choose
+from ..checks import Causal, Inputs, Window, check_policy, checked, full_precision, misfit, needs_gradient
+from ..choice import choose, parameters_of
 from ..geometry import Geometry, visible_counts
 from .group import Group, Member, check_agreement, check_device, member_of
 from .layout import Pair, Stop, check_layout, parts, route
@@ -134,8 +134,7 @@ def ring_attention(
 
 def _choose(impl: str, inputs: Inputs, policy: Policy) -> str:
     """The implementation; Triton's kernels give dbeta for whole rows only, and with a softcap dq does not tell it."""
-    parameters = policy.parameters() if isinstance(policy, torch.nn.Module) else ()
-    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (inputs.q, inputs.k, *parameters))
+    differentiated = needs_gradient(inputs.q, inputs.k, *parameters_of(policy))
     if inputs.geometry.softcap > 0 and differentiated and beta_has_gradient(policy):
         return choose(impl, inputs, policy, among=AMONG[:1], what=BENT)
     return choose(impl, inputs, policy, among=AMONG, what="shards")
