@@ -14,7 +14,7 @@ from torch import Tensor
 from . import hopper
 from .decode_kernel import POLICY_NUMBERS
 from .decode_portable import capacity_of, heads_of
-from .launch import FORMS, OPTIONS, Form, Launch, form_of
+from .launch import FORMS, OPTIONS, Form, Launch, form_of, power_of_2
 
 KEYS = 128
 """Keys of a tile."""
@@ -167,9 +167,9 @@ def _decode_launch(
         "ENTROPY": entropy,
         "KEYS": KEYS,
         "STAGES": STAGES[dim],
-        "BATCH": _padded(batch) if with_lengths else 1,
+        "BATCH": planned_batch(batch) if with_lengths else 1,
         "TILES": most,
-        "SPLITS": min(_power_of_2(splits), SPLITS),
+        "SPLITS": min(power_of_2(splits), SPLITS),
         "LINES": lines,
         "CHUNK": PARTS // lines,
         "D": dim,
@@ -193,9 +193,9 @@ def bounds(groups: int, tiles: int, most: int, splits: int, processors: int) -> 
     return programs, share, limit, min(-(-tiles // (share or 1)), programs)
 
 
-def _padded(batch: int) -> int:
-    """Numbers in the kernel's plan: one for each lane or more, or one where there is one length."""
-    return 1 if batch == 1 else max(32, _power_of_2(batch))
+def planned_batch(batch: int) -> int:
+    """For how many batch elements the kernel plans: one, or as many for each of the 32 lanes of a warp."""
+    return 1 if batch == 1 else power_of_2(batch, 32)
 
 
 def most_tiles(capacity: int, queries: int, left: int) -> int:
@@ -211,8 +211,3 @@ def _rows(query: tuple[int, ...], heads: int) -> int:
 
 def _columns(rows: int) -> int:
     return min(TILES) if rows <= min(TILES) else max(TILES)
-
-
-def _power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least ``n``."""
-    return 1 << (n - 1).bit_length()

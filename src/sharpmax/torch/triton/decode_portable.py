@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import decode_kernel
 from .hopper import processors
-from .launch import FORMS, OPTIONS, Form, Launch, form_of, strides
+from .launch import FORMS, LEAST_SIDE, OPTIONS, Form, Launch, form_of, power_of_2, strides
 
 MOST_SPLITS = 128
 TILE_BYTES = 16384
@@ -75,8 +75,9 @@ def layout_of(
     batch, query_heads, queries = query_shape[:3]
     heads, capacity = heads_of(cache, table), capacity_of(cache, table)
     rows = query_heads // heads * queries
-    block_m = min(64, power_of_2(rows))
-    block_n = min(128 if block_m == 16 else 64, max(16, TILE_BYTES // (power_of_2(head_dim) * cache.element_size())))
+    block_m = min(64, power_of_2(rows, LEAST_SIDE))
+    row_bytes = power_of_2(head_dim, LEAST_SIDE) * cache.element_size()
+    block_n = min(128 if block_m == 16 else 64, max(LEAST_SIDE, TILE_BYTES // row_bytes))
     programs = batch * heads * -(-rows // block_m)
     return Layout(
         batch,
@@ -103,11 +104,6 @@ def suitable_splits(programs: int, capacity: int, count: int) -> int:
     else:
         wanted, least = -(-4 * slots // programs), 2048
     return max(1, min(wanted, capacity // least, MOST_SPLITS))
-
-
-def power_of_2(n: int, least: int = 16) -> int:
-    """The smallest power of 2 that is at least ``n`` and ``least``."""
-    return max(least, 1 << (n - 1).bit_length())
 
 
 def logits_and_parts(
@@ -149,7 +145,7 @@ def _logits_launch(
         "DIM": dim,
         "CAPPED": softcap > 0,
         "WITH_MIN": with_min,
-        "BLOCK_D": power_of_2(dim),
+        "BLOCK_D": power_of_2(dim, LEAST_SIDE),
     }
     return _launch(decode_kernel.logits_kernel, layout, numbers, query.device, table is not None)
 
@@ -230,8 +226,8 @@ def _values_launch(
         "DIM": dim,
         "LOWERED": lowered,
         "ENTROPY": entropy,
-        "BLOCK_D": power_of_2(dim),
-        "SPLITS": power_of_2(layout.splits, 1) if lowered else 1,
+        "BLOCK_D": power_of_2(dim, LEAST_SIDE),
+        "SPLITS": power_of_2(layout.splits) if lowered else 1,
         "WHOLE": layout.splits == 1,
     }
     return _launch(decode_kernel.values_kernel, layout, numbers, value.device, table is not None)
@@ -240,7 +236,7 @@ def _values_launch(
 @functools.lru_cache(FORMS)
 def _combine_launch(layout: Layout, output: Form) -> Launch:
     *rows, dim = output.shape
-    splits, block_d = power_of_2(layout.splits, 1), power_of_2(dim)
+    splits, block_d = power_of_2(layout.splits), power_of_2(dim, LEAST_SIDE)
     dependent, options = _options(output.device)
     numbers = {
         "splits": layout.splits,
