@@ -31,7 +31,7 @@ from .checks import (
     readable,
 )
 from .choice import HAS_TRITON, before_ampere
-from .geometry import ALL, LARGEST_HEAD, Geometry, visible_counts
+from .geometry import ALL, LARGEST_HEAD, Geometry, capacity_of, heads_of, visible_counts
 
 MOST_QUERIES = 16
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -210,7 +210,7 @@ def _check_query(query: Tensor) -> None:
 
 
 def _check_cache(query: Tensor, cache: _Cache) -> None:
-    key, value, heads = cache.key, cache.value, cache.key.shape[1 if cache.table is None else 2]
+    key, value, heads = cache.key, cache.value, heads_of(cache.key, cache.table)
     if key.shape[3] != query.shape[3]:
         raise ValueError(f"expected keys of query's head size {query.shape[3]}, got {key.shape[3]}")
     if heads < 1 or query.shape[1] % heads != 0:
@@ -259,7 +259,7 @@ def _triton_attention(
 
     key, value, table, lengths, mask = cache
     if geometry.left != ALL:
-        geometry = geometry._replace(left=min(geometry.left, kernels.capacity_of(key, table)))  # which int32 holds
+        geometry = geometry._replace(left=min(geometry.left, capacity_of(key, table)))  # which int32 holds
     scale, softcap, left = geometry.scale, geometry.softcap, geometry.left
     form = lowered(policy)
     if form is not None and mask is not None and form.variable == "log_count" and len(form.coefficients) > 1:
@@ -339,8 +339,7 @@ def _gathered(pages: Tensor, cache: _Cache, left: int, queries: int) -> Tensor:
 
 def _row_stats(fields: Tensor, query: Tensor, cache: _Cache, geometry: Geometry) -> RowStats:
     """What the kernels return, and how many keys each query sees, as RowStats."""
-    key, table = cache.key, cache.table
-    capacity = key.shape[2] if table is None else table.shape[1] * key.shape[1]
+    capacity = capacity_of(cache.key, cache.table)
     if cache.mask is None:
         lengths = capacity if cache.lengths is None else _valid(cache.lengths, capacity)[:, None, None]
         rows = torch.arange(query.shape[2], dtype=torch.int32, device=query.device)

@@ -15,9 +15,10 @@ import triton
 from torch import Tensor
 
 from ...core.policies import Lowered
+from ..geometry import capacity_of
 from ..operator import operator
 from . import decode_hopper, decode_kernel
-from .decode_portable import capacity_of, fill_output, layout_of, logits_and_parts, padded
+from .decode_portable import fill_output, layout_of, logits_and_parts, padded
 from .policy import COEFFICIENTS
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)

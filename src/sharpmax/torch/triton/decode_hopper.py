@@ -11,9 +11,9 @@ import functools
 import torch
 from torch import Tensor
 
+from ..geometry import capacity_of, heads_of
 from . import hopper
 from .decode_kernel import POLICY_NUMBERS
-from .decode_portable import capacity_of, heads_of
 from .launch import FORMS, OPTIONS, Form, Launch, form_of, power_of_2
 
 KEYS = 128

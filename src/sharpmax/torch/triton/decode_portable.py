@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..geometry import capacity_of, heads_of
 from . import decode_kernel
 from .hopper import processors
 from .launch import FORMS, LEAST_SIDE, OPTIONS, Form, Launch, form_of, power_of_2, strides
@@ -56,16 +57,6 @@ class Layout(NamedTuple):
 def padded(capacity: Any) -> Any:
     """The length of a row of logits."""
     return (capacity + PADDING - 1) // PADDING * PADDING
-
-
-def capacity_of(cache: Tensor, table: Tensor | None) -> int:
-    """How many keys a sequence may have."""
-    return cache.shape[2] if table is None else table.shape[1] * cache.shape[1]
-
-
-def heads_of(cache: Tensor, table: Tensor | None) -> int:
-    """How many heads the cache has."""
-    return cache.shape[1 if table is None else 2]
 
 
 def layout_of(
