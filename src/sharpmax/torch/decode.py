@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.policies import PAPER, Policy, lowered, needs_spread
+from ..core.policies import PAPER, Lowered, Policy, lowered, needs_spread
 from ..core.softmax import softmax
 from ..core.stats import RowStats, row_stats
 from .attention import Attention, row_betas
@@ -31,7 +31,8 @@ from .checks import (
     readable,
 )
 from .choice import HAS_TRITON, before_ampere
-from .geometry import ALL, LARGEST_HEAD, Geometry, capacity_of, heads_of, visible_counts
+from .fused import policy_numbers
+from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL, Geometry, capacity_of, heads_of, visible_counts
 
 MOST_QUERIES = 16
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -262,12 +263,9 @@ def _triton_attention(
         geometry = geometry._replace(left=min(geometry.left, capacity_of(key, table)))  # which int32 holds
     scale, softcap, left = geometry.scale, geometry.softcap, geometry.left
     form = lowered(policy)
-    if form is not None and mask is not None and form.variable == "log_count" and len(form.coefficients) > 1:
-        form = None  # the kernels count keys by their places
-    numbers = None if form is None else kernels.policy_numbers(form)
-    if numbers is not None:
+    if form is not None and _inside_kernels(form, mask):
         output, fields, beta = kernels.decode(
-            query, key, value, table, lengths, mask, scale, softcap, left, *numbers, splits
+            query, key, value, table, lengths, mask, scale, softcap, left, policy_numbers(form), splits
         )
         if not return_stats:
             return output
@@ -278,6 +276,12 @@ def _triton_attention(
     beta = row_betas(policy, stats).detach()
     output = kernels.decode_values(logits, stats.max, beta, value, table, lengths, mask, left, splits)
     return Attention(output, stats, beta) if return_stats else output
+
+
+def _inside_kernels(form: Lowered, mask: Tensor | None) -> bool:
+    """Whether the kernels evaluate a policy; they know how many keys are valid, not how many of them a mask hides."""
+    counts = form.variable == "log_count" and len(form.coefficients) > 1
+    return len(form.coefficients) <= LARGEST_POLYNOMIAL and not (counts and mask is not None)
 
 
 def _torch_attention(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..geometry import capacity_of, heads_of
 from . import hopper
-from .decode_kernel import POLICY_NUMBERS
+from .decode_portable import decoding_policy_arguments
 from .launch import FORMS, OPTIONS, Form, Launch, form_of, power_of_2
 
 KEYS = 128
@@ -91,8 +91,7 @@ def decode(
     scale: float,
     softcap: float,
     left: int,
-    entropy: bool,
-    numbers: list[float],
+    policy: list[float],
     splits: int,
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
@@ -104,7 +103,7 @@ def decode(
     rows = _rows(query.shape, heads)
     forms = (form_of(query), form_of(key), form_of(value), None if table is None else form_of(table))
     run, limit, parted = _decode_launch(
-        *forms, lengths is not None, scale, softcap, left, entropy, tuple(numbers), splits, beta.numel()
+        *forms, lengths is not None, scale, softcap, left, tuple(policy), splits, beta.numel()
     )
     sums = stats.new_empty((limit, rows))
     given = {
@@ -127,7 +126,7 @@ def decode(
 @functools.lru_cache(FORMS)
 def _decode_launch(
     query: Form, key: Form, value: Form, table: Form | None, with_lengths: bool, scale: float, softcap: float,
-    left: int, entropy: bool, policy: tuple[float, ...], splits: int, rows_in_all: int,
+    left: int, policy: tuple[float, ...], splits: int, rows_in_all: int,
 ) -> tuple[Launch, int, bool]:  # fmt: skip
     """The launch, for how many splits it wants room, and whether a head may have several.
 
@@ -147,7 +146,7 @@ def _decode_launch(
     lines = 1 if groups * columns <= programs else columns
     numbers = {
         **dict(zip(("stride_qb", "stride_qh", "stride_ql"), query.strides, strict=False)),
-        **dict(zip(POLICY_NUMBERS, policy, strict=True)),
+        **decoding_policy_arguments(policy),
         "stride_table": 0 if table is None else table.strides[0],
         "stride_part": limit * rows,
         "stride_stats": rows_in_all,
@@ -164,7 +163,6 @@ def _decode_launch(
         "COLUMNS": columns,
         "QUERIES": queries,
         "CAPPED": softcap > 0,
-        "ENTROPY": entropy,
         "KEYS": KEYS,
         "STAGES": STAGES[dim],
         "BATCH": planned_batch(batch) if with_lengths else 1,

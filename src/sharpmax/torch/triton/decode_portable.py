@@ -13,16 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..fused import policy_of
 from ..geometry import capacity_of, heads_of
 from . import decode_kernel
 from .hopper import processors
 from .launch import FORMS, LEAST_SIDE, OPTIONS, Form, Launch, form_of, power_of_2, strides
+from .policy import policy_values
 
 MOST_SPLITS = 128
 TILE_BYTES = 16384
 PADDING = 128
 """Rows of logits are padded to a multiple of this, which every block of keys divides."""
-NO_POLICY = (0.0,) * len(decode_kernel.POLICY_NUMBERS)
+UNBOUNDED = 1e30
+"""What stands for an infinite bound of a policy."""
 
 
 class Layout(NamedTuple):
@@ -183,18 +186,17 @@ def fill_output(
     beta: Tensor,
     output: Tensor,
     left: int,
-    entropy: bool,
-    numbers: list[float] | None,
+    policy: list[float] | None,
 ) -> None:
-    """Fill ``output``; with ``parts`` and a policy's ``numbers`` also ``stats`` and ``beta``, which else are given."""
+    """Fill ``output``; with ``parts`` and a policy's numbers also ``stats`` and ``beta``, which else are given."""
     whole = layout.splits == 1
     shares = output
     if not whole:
         shares = logits.new_empty((layout.batch, layout.heads, layout.splits, layout.rows, value.shape[-1]))
     sums = None if whole else logits.new_empty(shares.shape[:-1])
     forms = (form_of(value), *(None if x is None else form_of(x) for x in (table, mask)))
-    policy = None if numbers is None else tuple(numbers)
-    run = _values_launch(layout, *forms, lengths is not None, beta.numel(), left, entropy, policy)
+    numbers = None if policy is None else tuple(policy)
+    run = _values_launch(layout, *forms, lengths is not None, beta.numel(), left, numbers)
     given = {"logits": logits, "value": value, "table": table, "lengths": lengths, "mask": _bytes(mask)}
     run(given | {"parts": parts, "stats": stats, "betas": beta, "output": shares, "sums": sums}, value)
     if not whole:
@@ -205,23 +207,31 @@ def fill_output(
 @functools.lru_cache(FORMS)
 def _values_launch(
     layout: Layout, value: Form, table: Form | None, mask: Form | None, with_lengths: bool, rows: int, left: int,
-    entropy: bool, policy: tuple[float, ...] | None,
+    policy: tuple[float, ...] | None,
 ) -> Launch:  # fmt: skip
     """The launch for a call, with lengths or without, which takes another kernel."""
     del with_lengths
     dim, lowered = value.shape[-1], policy is not None
     numbers = {
         **_numbers_of_cache("v", layout, value, table, mask, left),
-        **dict(zip(decode_kernel.POLICY_NUMBERS, policy or NO_POLICY, strict=True)),
+        **decoding_policy_arguments(policy),
         "stride_stats": rows,
         "DIM": dim,
         "LOWERED": lowered,
-        "ENTROPY": entropy,
         "BLOCK_D": power_of_2(dim, LEAST_SIDE),
         "SPLITS": power_of_2(layout.splits) if lowered else 1,
         "WHOLE": layout.splits == 1,
     }
     return _launch(decode_kernel.values_kernel, layout, numbers, value.device, table is not None)
+
+
+def decoding_policy_arguments(numbers: tuple[float, ...] | None) -> dict[str, Any]:
+    """A policy, by the numbers that operators take, as arguments of kernels for decoding; all 0 without one."""
+    if numbers is None:
+        return dict.fromkeys(decode_kernel.POLICY_NUMBERS, 0.0) | {"ENTROPY": False}
+    lowered = policy_of(numbers)
+    values = dict(zip(decode_kernel.POLICY_NUMBERS, policy_values(lowered, UNBOUNDED), strict=True))
+    return values | {"ENTROPY": lowered.variable == "entropy"}
 
 
 @functools.lru_cache(FORMS)

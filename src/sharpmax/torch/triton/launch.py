@@ -22,7 +22,7 @@ from torch import Tensor
 from ...core.policies.base import Lowered
 from ..geometry import ALL, LARGEST_HEAD, Geometry
 from .blocks import BIAS, BOOLEAN, NONE
-from .policy import COEFFICIENTS
+from .policy import policy_values
 from .tiles import Tiles
 
 LOG2E = math.log2(math.e)
@@ -328,18 +328,15 @@ def power_of_2(n: int, least: int = 1) -> int:
 
 
 def policy_arguments(lowered: Lowered | None) -> dict[str, Any]:
-    """A lowered policy as arguments of the kernel; missing powers have coefficient 0, missing bounds are huge."""
+    """A lowered policy as arguments of all kernels but those for decoding; missing bounds are huge."""
     plain = lowered or Lowered("entropy", (1.0,))
-    if len(plain.coefficients) > COEFFICIENTS:
-        got = len(plain.coefficients)
-        raise ValueError(f"the Triton kernel evaluates polynomials of up to {COEFFICIENTS} coefficients, got {got}")
-    padded = (0.0,) * (COEFFICIENTS - len(plain.coefficients)) + plain.coefficients
-    bounds = {
-        "policy_low": plain.lo, "policy_high": plain.hi, "threshold": plain.threshold, "floor": plain.floor,
-    }  # fmt: skip
+    low, high, threshold, floor, *coefficients = policy_values(plain, INFINITY)
     return {
-        **{f"c{i}": float(c) for i, c in enumerate(padded)},
-        **{name: min(max(float(value), -INFINITY), INFINITY) for name, value in bounds.items()},
+        **{f"c{i}": c for i, c in enumerate(coefficients)},
+        "policy_low": low,
+        "policy_high": high,
+        "threshold": threshold,
+        "floor": min(max(floor, -INFINITY), INFINITY),
         "POLICY": lowered is not None,
         "LOG_COUNT": plain.variable == "log_count",
     }
