@@ -41,27 +41,27 @@ def sharpened_query(
     numbers: list[float],
     policy: list[float],
     detached: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``beta * q`` in the type of ``q``, then maximum, sum, moment, count and beta of every row.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``beta * q`` in the type of ``q``, then maximum, sum, moment and beta of every row.
 
     Gradient flows through ``beta * q`` only.
     """
     geometry = Geometry.of(numbers)
     lowered = policy_of(policy)
     with full_precision(q):
-        (top, total, moment, _, count), beta, scaled = kernels().row_stats_and_scaled_query(
+        (top, total, moment, _, _), beta, scaled = kernels().row_stats_and_scaled_query(
             q, k, geometry, lowered, mask=mask, key_lengths=key_lengths
         )
-    return scaled, top, total, moment, count, beta
+    return scaled, top, total, moment, beta
 
 
 @sharpened_query.register_fake
 def _sharpened_query_fake(
     q: Tensor, k: Tensor, mask: Tensor | None, key_lengths: Tensor | None, numbers: list[float],
     policy: list[float], detached: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    top, total, moment, _, count = empty_stats(q, False)
-    return q.new_empty(q.shape), top, total, moment, count, torch.empty_like(total)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    top, total, moment, _, _ = empty_stats(q, False)
+    return q.new_empty(q.shape), top, total, moment, torch.empty_like(total)
 
 
 @operator("sharpmax::sharpened_query_backward")
@@ -102,11 +102,11 @@ def _sharpened_query_backward_fake(
 
 def _keep_sharpened(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, mask, key_lengths, ctx.numbers, ctx.policy, detached = inputs
-    _, top, total, moment, count, beta = output
+    _, top, total, moment, beta = output
     ctx.constant = detached or policy_of(ctx.policy).constant
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(beta, *((None,) * 7 if ctx.constant else (mask, key_lengths, q, k, top, total, moment)))
-    ctx.mark_non_differentiable(top, total, moment, count, beta)
+    ctx.mark_non_differentiable(top, total, moment, beta)
 
 
 def _sharpened_gradients(ctx: Any, grad_scaled: Tensor | None, *_: Any) -> Any:

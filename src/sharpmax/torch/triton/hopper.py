@@ -85,7 +85,7 @@ def attend_refusal(q: Form, k: Form, v: Form, shared: dict[str, Any], dropout_p:
     return refusal(q, k, shared, False, False) or refusal(q, v, shared, False, False)
 
 
-def pays(q: Form, causal: bool, rows: int = ROWS) -> bool:
+def pays(q: Form, causal: bool, rows: int) -> bool:
     """Whether to take a kernel where it serves: known to run, and with blocks of ``rows`` rows for all of the card.
 
     Blocks that are equally long come in rounds, of which the last one should be filled; with causality, every processor
