@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.stats import ZERO_EXPONENT
 from .geometry import ALL, Geometry
 
 
@@ -54,6 +55,19 @@ def hiding(of_mask: torch.dtype, of_logits: torch.dtype) -> float:
 def index_of(mask: Tensor, *parts: slice) -> tuple[slice, ...]:
     """Where the part of a mask stands in it whose axes may have size 1."""
     return tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, parts, strict=True))
+
+
+def merged(parts: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, sum and moment of rows, from those of their parts along ``dim``: :meth:`sharpmax.RowStats.merge`.
+
+    ``parts[0]`` are maxima, ``parts[1]`` sums, ``parts[2]`` moments. All are finite: a part without keys has a maximum
+    below all others. That of a row without keys is that of its parts, and means nothing.
+    """
+    highest, total, moment = parts[:3].unbind(0)
+    top = highest.amax(dim, keepdim=True)
+    shift = (highest - top).clamp_(min=ZERO_EXPONENT)
+    scale = shift.exp()
+    return top.squeeze(dim), (scale * total).sum(dim), (scale * (moment + shift * total)).sum(dim)
 
 
 class Buffers:

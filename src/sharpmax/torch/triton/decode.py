@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..blocks import merged
 from ..geometry import capacity_of
 from ..operator import operator
 from . import decode_hopper, decode_kernel
@@ -78,7 +79,7 @@ def decode_stats(
     """Logits, padded, and (maximum, sum, moment, minimum if asked for) of each row."""
     layout = layout_of(query.shape, key, table, query.shape[-1], splits)
     logits, parts = logits_and_parts(layout, query, key, table, lengths, mask, scale, softcap, left, with_min)
-    return logits, _merged(parts).reshape(parts.shape[0], *query.shape[:3])
+    return logits, _of_rows(parts).reshape(parts.shape[0], *query.shape[:3])
 
 
 @decode_stats.register_fake
@@ -113,16 +114,8 @@ def _(logits, highest, beta, value, table, lengths, mask, left, splits):
     return value.new_empty((*logits.shape[:3], value.shape[-1]))
 
 
-def _merged(parts: Tensor) -> Tensor:
-    """Statistics of rows from those of their splits, along axis 3 of ``parts``: :meth:`sharpmax.RowStats.merge`."""
-    high, total, moment, *low = parts.unbind(0)
-    top = high.amax(dim=2, keepdim=True)
-    shift = high - top
-    scale = torch.exp(shift)
-    top, some = top.squeeze(2), (total > 0).any(dim=2)
-    stats = [
-        torch.where(some, top, -torch.inf),
-        (scale * total).sum(dim=2),
-        (scale * (moment + shift * total)).sum(dim=2),
-    ]
-    return torch.stack(stats + [lowest.amin(dim=2) for lowest in low])
+def _of_rows(parts: Tensor) -> Tensor:
+    """Statistics of rows from those of their splits, along axis 3 of ``parts``."""
+    top, total, moment = merged(parts, 2)
+    top = torch.where(total == 0, -torch.inf, top)
+    return torch.stack([top, total, moment, *(lowest.amin(dim=2) for lowest in parts[3:])])
