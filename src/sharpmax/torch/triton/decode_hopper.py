@@ -24,7 +24,7 @@ TILES = {8: 15, 16: 7}
 """The most tiles of a split, whose logits are kept in shared memory, by the columns that hold its rows."""
 WARPS = 4
 OVERHEAD = 16
-"""What a split costs beside its tiles of keys and of values, in halves of one."""
+"""What a split costs beside its tiles, where half of a tile of keys, or of values, costs 1."""
 LEAST_TILES: float = 2
 """Tiles of keys for each processor, below which the portable kernels are taken."""
 MOST_BATCH = 256

@@ -21,7 +21,9 @@ from .launch import FORMS, LEAST_SIDE, OPTIONS, Form, Launch, form_of, power_of_
 from .policy import policy_values
 
 MOST_SPLITS = 128
+"""The most parts that a cache is split into by itself."""
 TILE_BYTES = 16384
+"""Bytes of keys, or of values, that a program takes at a time."""
 PADDING = 128
 """Rows of logits are padded to a multiple of this, which every block of keys divides."""
 UNBOUNDED = 1e30
@@ -128,7 +130,7 @@ def _logits_launch(
     layout: Layout, query: Form, key: Form, table: Form | None, mask: Form | None, with_lengths: bool, scale: float,
     softcap: float, left: int, with_min: bool,
 ) -> Launch:  # fmt: skip
-    """The launch for a call, with lengths or without, which takes another kernel."""
+    """The launch for a call; with lengths and without are two, since Triton compiles a kernel for each."""
     del with_lengths
     dim = query.shape[-1]
     numbers = {
@@ -209,7 +211,7 @@ def _values_launch(
     layout: Layout, value: Form, table: Form | None, mask: Form | None, with_lengths: bool, rows: int, left: int,
     policy: tuple[float, ...] | None,
 ) -> Launch:  # fmt: skip
-    """The launch for a call, with lengths or without, which takes another kernel."""
+    """The launch for a call; with lengths and without are two, since Triton compiles a kernel for each."""
     del with_lengths
     dim, lowered = value.shape[-1], policy is not None
     numbers = {

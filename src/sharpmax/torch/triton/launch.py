@@ -29,7 +29,7 @@ LOG2E = math.log2(math.e)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INFINITY = torch.finfo(torch.float32).max
 OPTIONS = {"enable_fp_fusion": True}
-"""Of every launch; no longer Triton's default from 3.10 on."""
+"""The compiler's for every launch: products are added in one instruction, by Triton 3.10 only when asked to."""
 FORMS = 2048
 """How many forms of a call each cache holds."""
 LEAST_SIDE = 16
