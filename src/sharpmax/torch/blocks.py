@@ -57,13 +57,12 @@ def index_of(mask: Tensor, *parts: slice) -> tuple[slice, ...]:
     return tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, parts, strict=True))
 
 
-def merged(parts: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def merged(highest: Tensor, total: Tensor, moment: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, sum and moment of rows, from those of their parts along ``dim``: :meth:`sharpmax.RowStats.merge`.
 
-    ``parts[0]`` are maxima, ``parts[1]`` sums, ``parts[2]`` moments. All are finite: a part without keys has a maximum
-    below all others. That of a row without keys is that of its parts, and means nothing.
+    All are finite: a part without keys has a maximum below all others. The maximum of a row without keys means
+    nothing.
     """
-    highest, total, moment = parts[:3].unbind(0)
     top = highest.amax(dim, keepdim=True)
     shift = (highest - top).clamp_(min=ZERO_EXPONENT)
     scale = shift.exp()

@@ -275,7 +275,7 @@ def _statistics(call: Call, z: Tensor, into: Tensor) -> None:
 
 def _of_rows(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The statistics of rows from those of their blocks ``[3, blocks, n, rows]``."""
-    highest, total, moment = merged(parts, 0)
+    highest, total, moment = merged(parts[0], parts[1], parts[2], 0)
     empty = highest <= hidden_logit(parts.dtype)
     return highest.masked_fill(empty, -math.inf), total.masked_fill_(empty, 0.0), moment.masked_fill_(empty, 0.0)
 

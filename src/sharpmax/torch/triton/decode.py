@@ -116,6 +116,7 @@ def _(logits, highest, beta, value, table, lengths, mask, left, splits):
 
 def _of_rows(parts: Tensor) -> Tensor:
     """Statistics of rows from those of their splits, along axis 3 of ``parts``."""
-    top, total, moment = merged(parts, 2)
-    top = torch.where(total == 0, -torch.inf, top)
-    return torch.stack([top, total, moment, *(lowest.amin(dim=2) for lowest in parts[3:])])
+    highest, total, moment, *lowest = parts.unbind(0)
+    highest, total, moment = merged(highest, total, moment, 2)
+    highest = highest.masked_fill_(total == 0, -torch.inf)
+    return torch.stack([highest, total, moment, *(part.amin(dim=2) for part in lowest)])
