@@ -29,7 +29,7 @@ from sharpmax.torch import (
     varlen_attention,
 )
 from sharpmax.torch.geometry import Geometry
-from sharpmax.torch.triton import decode_hopper, hopper, hopper_backward
+from sharpmax.torch.triton import decode_hopper, hopper
 from sharpmax.torch.triton.hopper_kernel import synchronize
 
 PAGE = 16
@@ -43,7 +43,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def few_programs() -> None:
     """Let kernels for Hopper be taken, as on a GPU of few processors."""
-    hopper.processors = hopper_backward.processors = lambda _: PROGRAMS
+    hopper.processors = lambda _: PROGRAMS
     decode_hopper.LEAST_TILES = 0
 
 

@@ -259,7 +259,7 @@ def with_policy_inside(
     assert numbers is not None
     detached = isinstance(policy, Detached)
     if impl == "stock":
-        return stock.with_policy_inside(inputs, numbers, detached, dropout_p)
+        return stock.with_lowered(inputs, numbers, detached, dropout_p)
     given = (geometry.numbers, fused.policy_numbers(numbers), detached)
     return fused.adaptive_attention(
         q, k, v, mask, key_lengths, *starts, dropout_seed(dropout_p), *given, float(dropout_p)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.stats import ZERO_EXPONENT
 from .geometry import ALL, Geometry
 
 
@@ -26,8 +27,8 @@ class Sizes(NamedTuple):
     logits: int
 
 
-NOTHING = 1e30
-"""Logits below this are rounded away beside :func:`hidden_logit`."""
+ROUNDED_AWAY = 1e30
+"""Logits up to this change nothing when they are added to :func:`hidden_logit`."""
 CPU, ACCELERATOR = Sizes(512, 512, 1 << 18), Sizes(1024, 4096, 1 << 25)
 
 
@@ -54,6 +55,18 @@ def hiding(of_mask: torch.dtype, of_logits: torch.dtype) -> float:
 def index_of(mask: Tensor, *parts: slice) -> tuple[slice, ...]:
     """Where the part of a mask stands in it whose axes may have size 1."""
     return tuple(slice(0, 1) if size == 1 else part for size, part in zip(mask.shape, parts, strict=True))
+
+
+def merged(highest: Tensor, total: Tensor, moment: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, sum and moment of rows, from those of their parts along ``dim``: :meth:`sharpmax.RowStats.merge`.
+
+    All are finite: a part without keys has a maximum below all others. The maximum of a row without keys means
+    nothing.
+    """
+    top = highest.amax(dim, keepdim=True)
+    shift = (highest - top).clamp_(min=ZERO_EXPONENT)
+    scale = shift.exp()
+    return top.squeeze(dim), (scale * total).sum(dim), (scale * (moment + shift * total)).sum(dim)
 
 
 class Buffers:
@@ -99,7 +112,7 @@ class Hidden(NamedTuple):
 
     @classmethod
     def of(cls, first: int, seen: Tensor, dtype: torch.dtype) -> Hidden:
-        return cls(first, seen.to(WHOLE[dtype]).neg_())
+        return cls(first, seen.to(TYPE_OF_BITS[dtype]).neg_())
 
     def fill(self, block: Tensor, value: float) -> None:
         """Put ``value`` where logits of a block do not count, whatever was there."""
@@ -109,14 +122,14 @@ class Hidden(NamedTuple):
             part.bitwise_or_(self.kept.add(1).mul_(bits(value, block.dtype)))
 
 
-WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
-"""Whole numbers of the width of what is accumulated in."""
+TYPE_OF_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+"""The type of whole numbers as wide as a type that is accumulated in."""
 
 
 @functools.cache
 def bits(value: float, dtype: torch.dtype) -> int:
     """A number as the whole number that has its bits."""
-    return int(torch.tensor(value, dtype=dtype).view(WHOLE[dtype]))
+    return int(torch.tensor(value, dtype=dtype).view(TYPE_OF_BITS[dtype]))
 
 
 class Span:
@@ -296,7 +309,7 @@ class Call:
         self.sizes = CPU if q.device.type == "cpu" else ACCELERATOR
 
     def hiding_adds(self) -> bool:
-        """Whether what a mask hides may be hidden by what it adds: logits are numbers, and nothing beside that."""
+        """Whether adding :func:`hidden_logit` hides a key: all logits are finite, and too small to change it."""
         if self.mask is None or not self.biased or self.q.device.type != "cpu" or self.q.numel() * self.k.numel() == 0:
             return False
         if accumulation(self.mask.dtype) != self.dtype:  # rounded, what it adds would not be what is compared
@@ -315,7 +328,7 @@ class Call:
         most = self.q.shape[-1] * abs(self.geometry.scale)
         for x in (self.q, self.k):
             most *= max(abs(float(bound)) for bound in torch.aminmax(x))
-        return most < NOTHING  # not so of NaN
+        return most < ROUNDED_AWAY  # False for NaN
 
     def spans(self) -> Iterator[Span]:
         """All batch elements and key heads, a span at a time."""

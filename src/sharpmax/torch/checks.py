@@ -78,7 +78,7 @@ def checked(
     assert q is not None
     assert k is not None
     lengths = _lengths(key_lengths, query.shape[:-3], key.shape[-2], query.device)
-    return Inputs(q, k, v, _mask(attn_mask, logits, heads), lengths, geometry, leading)
+    return Inputs(q, k, v, _mask(attn_mask, logits), lengths, geometry, leading)
 
 
 def check_tensors(tensors: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ def _overrides_functions(x: Tensor) -> bool:
     return own is not torch._C._disabled_torch_function_impl and getattr(own, "__func__", own) is not plain.__func__
 
 
-def _mask(mask: Tensor | None, logits: tuple[int, ...], heads: int) -> Tensor | None:
+def _mask(mask: Tensor | None, logits: tuple[int, ...]) -> Tensor | None:
     if mask is None:
         return None
     if not broadcasts(tuple(mask.shape), logits):

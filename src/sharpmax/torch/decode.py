@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.policies import PAPER, Policy, lowered, needs_spread
+from ..core.policies import PAPER, Lowered, Policy, lowered, needs_spread
 from ..core.softmax import softmax
 from ..core.stats import RowStats, row_stats
 from .attention import Attention, row_betas
@@ -34,7 +34,8 @@ from .checks import (
     type_name,
 )
 from .choice import HAS_TRITON, before_ampere, parameters_of
-from .geometry import ALL, LARGEST_HEAD, Geometry, visible_counts
+from .fused import policy_numbers
+from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL, Geometry, capacity_of, heads_of, visible_counts
 
 MOST_QUERIES = 16
 IMPLEMENTATIONS = ("auto", "triton", "torch")
@@ -216,7 +217,7 @@ def _check_query(query: Tensor) -> None:
 
 
 def _check_cache(query: Tensor, cache: _Cache, policy: Policy) -> None:
-    key, value, heads = cache.key, cache.value, cache.key.shape[1 if cache.table is None else 2]
+    key, value, heads = cache.key, cache.value, heads_of(cache.key, cache.table)
     if key.shape[3] != query.shape[3]:
         raise ValueError(f"expected keys of query's head size {query.shape[3]}, got {key.shape[3]}")
     if heads < 1 or query.shape[1] % heads != 0:
@@ -269,15 +270,12 @@ def _triton_attention(
 
     key, value, table, lengths, mask = cache
     if geometry.left != ALL:
-        geometry = geometry._replace(left=min(geometry.left, kernels.capacity_of(key, table)))  # which int32 holds
+        geometry = geometry._replace(left=min(geometry.left, capacity_of(key, table)))  # which int32 holds
     scale, softcap, left = geometry.scale, geometry.softcap, geometry.left
     form = lowered(policy)
-    if form is not None and mask is not None and form.variable == "log_count" and len(form.coefficients) > 1:
-        form = None  # the kernels count keys by their places
-    numbers = None if form is None else kernels.policy_numbers(form)
-    if numbers is not None:
+    if form is not None and _inside_kernels(form, mask):
         output, fields, beta = kernels.decode(
-            query, key, value, table, lengths, mask, scale, softcap, left, *numbers, splits
+            query, key, value, table, lengths, mask, scale, softcap, left, policy_numbers(form), splits
         )
         if not return_stats:
             return output
@@ -288,6 +286,12 @@ def _triton_attention(
     beta = row_betas(policy, stats).detach()
     output = kernels.decode_values(logits, stats.max, beta, value, table, lengths, mask, left, splits)
     return Attention(output, stats, beta) if return_stats else output
+
+
+def _inside_kernels(form: Lowered, mask: Tensor | None) -> bool:
+    """Whether the kernels evaluate a policy; they know how many keys are valid, not how many of them a mask hides."""
+    counts = form.variable == "log_count" and len(form.coefficients) > 1
+    return len(form.coefficients) <= LARGEST_POLYNOMIAL and not (counts and mask is not None)
 
 
 def _torch_attention(
@@ -349,8 +353,7 @@ def _gathered(pages: Tensor, cache: _Cache, left: int, queries: int) -> Tensor:
 
 def _row_stats(fields: Tensor, query: Tensor, cache: _Cache, geometry: Geometry) -> RowStats:
     """What the kernels return, and how many keys each query sees, as RowStats."""
-    key, table = cache.key, cache.table
-    capacity = key.shape[2] if table is None else table.shape[1] * key.shape[1]
+    capacity = capacity_of(cache.key, cache.table)
     if cache.mask is None:
         lengths = capacity if cache.lengths is None else _valid(cache.lengths, capacity)[:, None, None]
         rows = torch.arange(query.shape[2], dtype=torch.int32, device=query.device)

@@ -6,6 +6,7 @@ own; each has its backward operator. Any other policy goes through the operators
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from .vmapped import folded
 
 
 def policy_numbers(lowered: Lowered) -> list[float]:
-    """A lowered policy as these operators take it: its bounds, whether it is one of the length, its coefficients."""
+    """A lowered policy as operators take it: its bounds, whether it is one of the length, its coefficients."""
     variable, coefficients, lo, hi, threshold, floor = lowered
     return [lo, hi, threshold, floor, float(variable == "log_count"), *coefficients]
 
 
-def _lowered(numbers: list[float]) -> Lowered:
+def policy_of(numbers: Sequence[float]) -> Lowered:
+    """The lowered policy that has these :func:`policy_numbers`."""
     lo, hi, threshold, floor, log_count, *coefficients = numbers
     return Lowered("log_count" if log_count else "entropy", tuple(coefficients), lo, hi, threshold, floor)
 
@@ -39,27 +41,27 @@ def sharpened_query(
     numbers: list[float],
     policy: list[float],
     detached: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``beta * q`` in the type of ``q``, then maximum, sum, moment, count and beta of every row.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``beta * q`` in the type of ``q``, then maximum, sum, moment and beta of every row.
 
     Gradient flows through ``beta * q`` only.
     """
     geometry = Geometry.of(numbers)
-    lowered = _lowered(policy)
+    lowered = policy_of(policy)
     with full_precision(q):
-        (top, total, moment, _, count), beta, scaled = kernels().row_stats_and_scaled_query(
+        (top, total, moment, _, _), beta, scaled = kernels().row_stats_and_scaled_query(
             q, k, geometry, lowered, mask=mask, key_lengths=key_lengths
         )
-    return scaled, top, total, moment, count, beta
+    return scaled, top, total, moment, beta
 
 
 @sharpened_query.register_fake
 def _sharpened_query_fake(
     q: Tensor, k: Tensor, mask: Tensor | None, key_lengths: Tensor | None, numbers: list[float],
     policy: list[float], detached: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    top, total, moment, _, count = empty_stats(q, False)
-    return q.new_empty(q.shape), top, total, moment, count, torch.empty_like(total)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    top, total, moment, _, _ = empty_stats(q, False)
+    return q.new_empty(q.shape), top, total, moment, torch.empty_like(total)
 
 
 @operator("sharpmax::sharpened_query_backward")
@@ -83,7 +85,7 @@ def sharpened_query_backward(
             return torch.mul(grad_scaled, beta[..., None], out=dq), nothing(dq)
         dq, dk, _, _ = kernels().backward(
             q, k, None, beta, Geometry.of(numbers), row_max=row_max, row_sum=row_sum,
-            row_moment=row_moment, lowered=_lowered(policy),
+            row_moment=row_moment, lowered=policy_of(policy),
             grad_scaled=grad_scaled, mask=mask, key_lengths=key_lengths,
         )  # fmt: skip
     return dq, dk
@@ -100,11 +102,11 @@ def _sharpened_query_backward_fake(
 
 def _keep_sharpened(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, mask, key_lengths, ctx.numbers, ctx.policy, detached = inputs
-    _, top, total, moment, count, beta = output
-    ctx.constant = detached or _lowered(ctx.policy).constant
+    _, top, total, moment, beta = output
+    ctx.constant = detached or policy_of(ctx.policy).constant
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(beta, *((None,) * 7 if ctx.constant else (mask, key_lengths, q, k, top, total, moment)))
-    ctx.mark_non_differentiable(top, total, moment, count, beta)
+    ctx.mark_non_differentiable(top, total, moment, beta)
 
 
 def _sharpened_gradients(ctx: Any, grad_scaled: Tensor | None, *_: Any) -> Any:
@@ -138,7 +140,7 @@ def adaptive_attention(
     Gradient flows through the output only.
     """
     geometry = Geometry.of(numbers)
-    lowered = _lowered(policy)
+    lowered = policy_of(policy)
     masks: dict[str, Any] = {"mask": mask, "key_lengths": key_lengths, "cu_q": cu_q, "cu_k": cu_k}
     with full_precision(q):
         (top, total, moment, _, _), beta, _ = kernels().row_stats_and_scaled_query(
@@ -188,7 +190,7 @@ def adaptive_attention_backward(
     where it has one, then all the rest at once.
     """
     geometry = Geometry.of(numbers)
-    lowered = _lowered(policy)
+    lowered = policy_of(policy)
     given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": grad_out, "row_max": row_max}
     hiding: dict[str, Any] = {
         "mask": mask, "key_lengths": key_lengths, "cu_q": cu_q, "cu_k": cu_k, "dropout_p": dropout_p

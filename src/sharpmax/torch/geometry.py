@@ -6,6 +6,9 @@ Query ``i`` sees key ``j`` if ``-left <= j - (i + shift) <= right``: a band arou
 ``right = 0``, a sliding window bounds ``left`` (and ``right``, without causality). The shift is 0 where positions are
 counted from the start (as ``torch``'s ``is_causal`` has it), and ``keys - queries`` where they are counted from the end
 (``lower_right``, as a cache needs it).
+
+A cache of keys or values is ``[B, heads, capacity, D]``, or, with a block table ``[B, most pages]``, paged: ``[pages,
+page size, heads, D]``.
 """
 
 from __future__ import annotations
@@ -86,3 +89,13 @@ def visible_counts(geometry: Geometry, rows: Tensor, query_length: Tensor | int,
         if geometry.right != ALL:
             last = torch.minimum(last, position + geometry.right)
     return torch.clamp(last - first + 1, min=0).to(torch.int32)
+
+
+def capacity_of(cache: Tensor, table: Tensor | None) -> int:
+    """How many keys a cache has room for, of each sequence."""
+    return cache.shape[2] if table is None else table.shape[1] * cache.shape[1]
+
+
+def heads_of(cache: Tensor, table: Tensor | None) -> int:
+    """How many heads a cache has."""
+    return cache.shape[1 if table is None else 2]

@@ -55,7 +55,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     return lambda function: Operator(name, function)
 
 
-def transformed(arguments: Iterable[Any]) -> bool:
+def stand_for_others(arguments: Iterable[Any]) -> bool:
     """Whether tensors may stand for others than those that lie in their memory: a transform, a trace, a subclass."""
     return (
         torch._C._are_functorch_transforms_active()
@@ -71,7 +71,7 @@ def _watched(arguments: tuple[Any, ...]) -> bool:
         or torch._C._len_torch_function_stack() > 0
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-        or transformed(arguments)
+        or stand_for_others(arguments)
     )
 
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from ..core.policies import Lowered
 from . import choice, fused
 from .checks import Inputs, needs_gradient
-from .operator import transformed
+from .operator import stand_for_others
 
 FEWEST = 3
 """Slices from which on they spare memory: one of the output is held beside that of ``beta * query``."""
@@ -35,7 +35,7 @@ class _Slice(NamedTuple):
     key_heads: slice
 
 
-def with_policy_inside(inputs: Inputs, numbers: Lowered, detached: bool, dropout_p: float) -> Tensor:
+def with_lowered(inputs: Inputs, numbers: Lowered, detached: bool, dropout_p: float) -> Tensor:
     """The output with beta from a lowered policy, evaluated by the kernel that gives ``beta * query``."""
     given = (inputs.geometry.numbers, fused.policy_numbers(numbers))
 
@@ -68,7 +68,7 @@ def _in_slices(
         or dropout_p > 0  # a checkpoint's two passes, without a gradient and with one, have to drop the same weights
         or needs_gradient(*tensors)
         or torch.compiler.is_compiling()
-        or transformed(tensors)
+        or stand_for_others(tensors)
     )
     slices = [] if whole else list(_slices(q, k))
     if len(slices) < FEWEST:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import WHOLE, Buffers, Hidden, accumulation, bits, hiding, index_of, shown
+from .blocks import TYPE_OF_BITS, Buffers, Hidden, accumulation, bits, hiding, index_of, shown
 from .geometry import ALL, Geometry
 
 LARGEST = 1024.0
@@ -208,7 +208,7 @@ class _Pieces:
     def _of(self, seen: Tensor, keys: int) -> Tensor:
         """0 where a key is seen and ``-inf`` elsewhere, by its bits."""
         added = self._room(seen.shape, keys)
-        added.view(WHOLE[added.dtype]).copy_(seen).sub_(1).bitwise_and_(bits(-math.inf, added.dtype))
+        added.view(TYPE_OF_BITS[added.dtype]).copy_(seen).sub_(1).bitwise_and_(bits(-math.inf, added.dtype))
         return added
 
     def _room(self, shape: torch.Size | tuple[int, ...], keys: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.stats import ZERO_EXPONENT
 from . import stock_on_cpu
-from .blocks import Block, Call, Rows, Span, add_product, hidden_logit, hiding, product, shown
+from .blocks import Block, Call, Rows, Span, add_product, hidden_logit, hiding, merged, product, shown
 from .geometry import Geometry, visible_counts
 
 LOG2E = math.log2(math.e)
@@ -54,7 +54,7 @@ def row_stats(
                 if with_min:
                     smallest = _minimum(span, block, smallest)
                 _statistics(call, block.logits, parts[:, i], far)
-            top, summed, weighted = _merged(parts)
+            top, summed, weighted = _of_rows(parts)
             span.put_rows(highest, rows, top)
             span.put_rows(total, rows, summed)
             span.put_rows(moment, rows, weighted)
@@ -275,13 +275,9 @@ def _statistics(call: Call, z: Tensor, into: Tensor, far: bool) -> None:
     torch.sum(e.mul_(t), -1, out=into[2])
 
 
-def _merged(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_rows(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The statistics of rows from those of their blocks ``[3, blocks, n, rows]``."""
-    highest = parts[0].amax(0)
-    shift = (parts[0] - highest).clamp_(min=ZERO_EXPONENT)
-    scale = shift.exp()
-    total = (scale * parts[1]).sum(0)
-    moment = (scale * (parts[2] + shift * parts[1])).sum(0)
+    highest, total, moment = merged(parts[0], parts[1], parts[2], 0)
     empty = highest <= hidden_logit(parts.dtype)
     return highest.masked_fill(empty, -math.inf), total.masked_fill_(empty, 0.0), moment.masked_fill_(empty, 0.0)
 

@@ -25,7 +25,7 @@ def seen_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launch = decode_hopper.decode
 
     def counted(*arguments: Any) -> None:
-        asked.append(arguments[10])
+        asked.append(arguments[9])
         launch(*arguments)
 
     monkeypatch.setattr(decode_hopper, "decode", counted)

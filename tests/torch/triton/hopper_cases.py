@@ -95,8 +95,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, interpreted: list[str]) -> None:
     monkeypatch.setattr(launch, "check_device", lambda *_: None)
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
-    for module in (hopper, hopper_backward):
-        monkeypatch.setattr(module, "processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(hopper, "processors", lambda _: PROCESSORS)
 
 
 def forget_launches() -> None:

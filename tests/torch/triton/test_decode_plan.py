@@ -40,7 +40,7 @@ def check_plan(
     programs, share, limit, most_splits = decode_hopper.bounds(batch * heads, highest, most, splits, 132)
     given = None if lengths is None else gluon.value(torch.tensor(lengths, dtype=torch.int32))
     sizes = tuple(gluon.value(n) for n in (batch * heads, heads, capacity, left))
-    size = 1 if given is None else decode_hopper._padded(batch)
+    size = 1 if given is None else decode_hopper.planned_batch(batch)
     *numbers, counted, begun = functions.planned(
         given, gluon.value(share), sizes, limit, programs, decode_hopper.OVERHEAD, size, most,
         queries, keys,

@@ -178,7 +178,6 @@ def test_in_a_cuda_graph() -> None:
 
 
 REFUSED: list[tuple[str, Case, dict[str, Any]]] = [
-    ("no minimum", PLAIN, {"with_min": True}),
     ("policies of the entropy alone", PLAIN, {"lowered": Lowered("log_count", (1.0, 0.0))}),
     ("calls without key lengths", replace(PLAIN, lengths=(20,)), {}),
     ("calls without a window", replace(PLAIN, geometry=Geometry(0.1, left=5, right=0)), {}),
@@ -196,6 +195,12 @@ def test_what_it_does_not_serve_it_refuses(sentence: str, case: Case, options: d
     options = {"lowered": POLICY, **options}
     with pytest.raises(ValueError, match=f"^the statistics kernel for Hopper serves {sentence}$"):
         prefill.row_stats_and_scaled_query(given.q, given.k, case.geometry, **given.options, **options, config="hopper")
+
+
+def test_it_gives_no_minimum() -> None:
+    given = inputs(PLAIN, torch.float16, "cpu")
+    with pytest.raises(ValueError, match=r"^the statistics kernel for Hopper serves no minimum$"):
+        prefill.row_stats(given.q, given.k, CAUSAL, with_min=True, config="hopper")
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="served here")
@@ -239,9 +244,9 @@ def test_it_pays_with_rows_for_all_of_the_card(
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
     q = Form(shape, (1,) * 4, torch.float16, torch.device("cuda"), True)
-    assert hopper.pays(q, causal) is expected
+    assert hopper.pays(q, causal, hopper.ROWS) is expected
     monkeypatch.setattr(hopper, "RUN_WITH", ())
-    assert not hopper.pays(q, causal)
+    assert not hopper.pays(q, causal, hopper.ROWS)
 
 
 COMPILE = """

@@ -135,10 +135,11 @@ def test_forward_and_backward(case: Case, dtype: torch.dtype, device: str) -> No
     beta64 = POLICY(expected).detach().requires_grad_()
     out64, lse64 = attention(z, seen, v, beta64)
 
-    got, beta, scaled = prefill.row_stats_and_scaled_query(
-        given.q, given.k, geometry, POLICY, with_min=True, config=tile, **options
-    )
-    assert_stats_close(got, expected, 3e-5)
+    with_min = prefill.row_stats(given.q, given.k, geometry, with_min=True, config=tile, **options)
+    got, beta, scaled = prefill.row_stats_and_scaled_query(given.q, given.k, geometry, POLICY, config=tile, **options)
+    assert got[3] is None
+    for found in (with_min, (*got[:3], with_min[3], got[4])):
+        assert_stats_close(found, expected, 3e-5)
     assert_close(beta, beta64, 3e-5, "beta")
     assert_close(scaled, given.q.double() * beta[..., None], TOLERANCES[dtype], "scaled query")
     assert beta.dtype == torch.float32
@@ -263,11 +264,12 @@ def test_adversarial_logits(adversary: str, device: str) -> None:
     given.options["mask"] = bias
     z, seen = logits(given, given.q.double(), given.k.double())
     expected = stats(z, seen)
-    got, beta, _ = prefill.row_stats_and_scaled_query(
-        given.q, given.k, given.case.geometry, POLICY, with_min=True, config=SMALL, **given.options
-    )
+    q, k, geometry = given.q, given.k, given.case.geometry
+    with_min = prefill.row_stats(q, k, geometry, with_min=True, config=SMALL, **given.options)
+    got, beta, _ = prefill.row_stats_and_scaled_query(q, k, geometry, POLICY, config=SMALL, **given.options)
     tolerance = 2e-3 if adversary == "offset" else 3e-5  # float32 logits of 1e4 are 1e-3 apart
-    assert_stats_close(got, expected, tolerance)
+    for found in (with_min, (*got[:3], with_min[3], got[4])):
+        assert_stats_close(found, expected, tolerance)
     out, lse = prefill.attend(given.q, given.k, given.v, beta, given.case.geometry, config=SMALL, **given.options)
     assert_close(out, attention(z, seen, given.v.double(), beta.double())[0], tolerance, "out")
     gradients = gradient.backward(

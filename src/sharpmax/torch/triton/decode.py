@@ -14,26 +14,15 @@ import torch
 import triton
 from torch import Tensor
 
-from ...core.policies import Lowered
+from ..blocks import merged
+from ..geometry import capacity_of
 from ..operator import operator
 from . import decode_hopper, decode_kernel
-from .decode_portable import capacity_of, fill_output, layout_of, logits_and_parts, padded
-from .policy import COEFFICIENTS
+from .decode_portable import fill_output, layout_of, logits_and_parts, padded
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
-UNBOUNDED = 1e30
 INTERPRETED = not isinstance(decode_kernel.logits_kernel, triton.JITFunction)
 """Whether kernels run in Triton's interpreter, which serves tensors on the CPU."""
-
-
-def policy_numbers(policy: Lowered) -> tuple[bool, list[float]] | None:
-    """Whether the variable is the entropy, and ``lo, hi, threshold, floor`` and 8 coefficients; ``None`` for more."""
-    missing = COEFFICIENTS - len(policy.coefficients)
-    if missing < 0:
-        return None
-    bounds = (min(max(bound, -UNBOUNDED), UNBOUNDED) for bound in (policy.lo, policy.hi, policy.threshold))
-    numbers = (*bounds, policy.floor, *(0.0,) * missing, *policy.coefficients)
-    return policy.variable == "entropy", [float(x) for x in numbers]
 
 
 @operator("sharpmax::decode")
@@ -47,11 +36,10 @@ def decode(
     scale: float,
     softcap: float,
     left: int,
-    entropy: bool,
-    numbers: list[float],
+    policy: list[float],
     splits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, (maximum, sum, moment) of each row, and beta, for a policy given by its numbers."""
+    """Output, (maximum, sum, moment) of each row, and beta, for a policy given by its numbers (:mod:`..fused`)."""
     stats = query.new_empty((3, *query.shape[:3]), dtype=torch.float32)
     beta = torch.empty_like(stats[0])
     output = value.new_empty((*query.shape[:3], value.shape[-1]))
@@ -60,17 +48,17 @@ def decode(
     refused = decode_hopper.refusal(query, key, value, table, lengths, mask, left)
     if not refused and decode_hopper.pays(query, key, table, left):
         decode_hopper.decode(
-            query, key, value, table, lengths, scale, softcap, left, entropy, numbers, splits, (output, stats, beta)
+            query, key, value, table, lengths, scale, softcap, left, policy, splits, (output, stats, beta)
         )
     else:
         layout = layout_of(query.shape, key, table, max(query.shape[-1], value.shape[-1]), splits)
         logits, parts = logits_and_parts(layout, query, key, table, lengths, mask, scale, softcap, left, with_min=False)
-        fill_output(layout, logits, value, table, lengths, mask, parts, stats, beta, output, left, entropy, numbers)
+        fill_output(layout, logits, value, table, lengths, mask, parts, stats, beta, output, left, policy)
     return output, stats, beta
 
 
 @decode.register_fake
-def _(query, key, value, table, lengths, mask, scale, softcap, left, entropy, numbers, splits):
+def _(query, key, value, table, lengths, mask, scale, softcap, left, policy, splits):
     stats = query.new_empty((3, *query.shape[:3]), dtype=torch.float32)
     return value.new_empty((*query.shape[:3], value.shape[-1])), stats, torch.empty_like(stats[0])
 
@@ -91,7 +79,7 @@ def decode_stats(
     """Logits, padded, and (maximum, sum, moment, minimum if asked for) of each row."""
     layout = layout_of(query.shape, key, table, query.shape[-1], splits)
     logits, parts = logits_and_parts(layout, query, key, table, lengths, mask, scale, softcap, left, with_min)
-    return logits, _merged(parts).reshape(parts.shape[0], *query.shape[:3])
+    return logits, _of_rows(parts).reshape(parts.shape[0], *query.shape[:3])
 
 
 @decode_stats.register_fake
@@ -117,7 +105,7 @@ def decode_values(
     output = value.new_empty((*logits.shape[:3], value.shape[-1]))
     if highest.numel() > 0:
         stats, betas = highest.contiguous(), beta.contiguous()
-        fill_output(layout, logits, value, table, lengths, mask, None, stats, betas, output, left, False, None)
+        fill_output(layout, logits, value, table, lengths, mask, None, stats, betas, output, left, None)
     return output
 
 
@@ -126,16 +114,9 @@ def _(logits, highest, beta, value, table, lengths, mask, left, splits):
     return value.new_empty((*logits.shape[:3], value.shape[-1]))
 
 
-def _merged(parts: Tensor) -> Tensor:
-    """Statistics of rows from those of their splits, along axis 3 of ``parts``: :meth:`sharpmax.RowStats.merge`."""
-    high, total, moment, *low = parts.unbind(0)
-    top = high.amax(dim=2, keepdim=True)
-    shift = high - top
-    scale = torch.exp(shift)
-    top, some = top.squeeze(2), (total > 0).any(dim=2)
-    stats = [
-        torch.where(some, top, -torch.inf),
-        (scale * total).sum(dim=2),
-        (scale * (moment + shift * total)).sum(dim=2),
-    ]
-    return torch.stack(stats + [lowest.amin(dim=2) for lowest in low])
+def _of_rows(parts: Tensor) -> Tensor:
+    """Statistics of rows from those of their splits, along axis 3 of ``parts``."""
+    highest, total, moment, *lowest = parts.unbind(0)
+    highest, total, moment = merged(highest, total, moment, 2)
+    highest = highest.masked_fill_(total == 0, -torch.inf)
+    return torch.stack([highest, total, moment, *(part.amin(dim=2) for part in lowest)])

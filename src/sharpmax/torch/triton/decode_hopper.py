@@ -11,10 +11,10 @@ import functools
 import torch
 from torch import Tensor
 
+from ..geometry import capacity_of, heads_of
 from . import hopper
-from .decode_kernel import POLICY_NUMBERS
-from .decode_portable import capacity_of, heads_of
-from .launch import FORMS, OPTIONS, Form, Launch, form_of
+from .decode_portable import decoding_policy_arguments
+from .launch import FORMS, OPTIONS, Form, Launch, form_of, power_of_2
 
 KEYS = 128
 """Keys of a tile."""
@@ -24,7 +24,7 @@ TILES = {8: 15, 16: 7}
 """The most tiles of a split, whose logits are kept in shared memory, by the columns that hold its rows."""
 WARPS = 4
 OVERHEAD = 16
-"""What a split costs beside its tiles of keys and of values, in halves of one."""
+"""What a split costs beside its tiles, where half of a tile of keys, or of values, costs 1."""
 LEAST_TILES: float = 2
 """Tiles of keys for each processor, below which the portable kernels are taken."""
 MOST_BATCH = 256
@@ -91,8 +91,7 @@ def decode(
     scale: float,
     softcap: float,
     left: int,
-    entropy: bool,
-    numbers: list[float],
+    policy: list[float],
     splits: int,
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
@@ -104,7 +103,7 @@ def decode(
     rows = _rows(query.shape, heads)
     forms = (form_of(query), form_of(key), form_of(value), None if table is None else form_of(table))
     run, limit, parted = _decode_launch(
-        *forms, lengths is not None, scale, softcap, left, entropy, tuple(numbers), splits, beta.numel()
+        *forms, lengths is not None, scale, softcap, left, tuple(policy), splits, beta.numel()
     )
     sums = stats.new_empty((limit, rows))
     given = {
@@ -127,7 +126,7 @@ def decode(
 @functools.lru_cache(FORMS)
 def _decode_launch(
     query: Form, key: Form, value: Form, table: Form | None, with_lengths: bool, scale: float, softcap: float,
-    left: int, entropy: bool, policy: tuple[float, ...], splits: int, rows_in_all: int,
+    left: int, policy: tuple[float, ...], splits: int, rows_in_all: int,
 ) -> tuple[Launch, int, bool]:  # fmt: skip
     """The launch, for how many splits it wants room, and whether a head may have several.
 
@@ -147,7 +146,7 @@ def _decode_launch(
     lines = 1 if groups * columns <= programs else columns
     numbers = {
         **dict(zip(("stride_qb", "stride_qh", "stride_ql"), query.strides, strict=False)),
-        **dict(zip(POLICY_NUMBERS, policy, strict=True)),
+        **decoding_policy_arguments(policy),
         "stride_table": 0 if table is None else table.strides[0],
         "stride_part": limit * rows,
         "stride_stats": rows_in_all,
@@ -164,12 +163,11 @@ def _decode_launch(
         "COLUMNS": columns,
         "QUERIES": queries,
         "CAPPED": softcap > 0,
-        "ENTROPY": entropy,
         "KEYS": KEYS,
         "STAGES": STAGES[dim],
-        "BATCH": _padded(batch) if with_lengths else 1,
+        "BATCH": planned_batch(batch) if with_lengths else 1,
         "TILES": most,
-        "SPLITS": min(_power_of_2(splits), SPLITS),
+        "SPLITS": min(power_of_2(splits), SPLITS),
         "LINES": lines,
         "CHUNK": PARTS // lines,
         "D": dim,
@@ -193,9 +191,9 @@ def bounds(groups: int, tiles: int, most: int, splits: int, processors: int) -> 
     return programs, share, limit, min(-(-tiles // (share or 1)), programs)
 
 
-def _padded(batch: int) -> int:
-    """Numbers in the kernel's plan: one for each lane or more, or one where there is one length."""
-    return 1 if batch == 1 else max(32, _power_of_2(batch))
+def planned_batch(batch: int) -> int:
+    """For how many batch elements the kernel plans: one, or as many for each of the 32 lanes of a warp."""
+    return 1 if batch == 1 else power_of_2(batch, 32)
 
 
 def most_tiles(capacity: int, queries: int, left: int) -> int:
@@ -211,8 +209,3 @@ def _rows(query: tuple[int, ...], heads: int) -> int:
 
 def _columns(rows: int) -> int:
     return min(TILES) if rows <= min(TILES) else max(TILES)
-
-
-def _power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least ``n``."""
-    return 1 << (n - 1).bit_length()

@@ -13,15 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..fused import policy_of
+from ..geometry import capacity_of, heads_of
 from . import decode_kernel
 from .hopper import processors
-from .launch import FORMS, OPTIONS, Form, Launch, form_of, strides
+from .launch import FORMS, LEAST_SIDE, OPTIONS, Form, Launch, form_of, power_of_2, strides
+from .policy import policy_values
 
 MOST_SPLITS = 128
+"""The most parts that a cache is split into by itself."""
 TILE_BYTES = 16384
+"""Bytes of keys, or of values, that a program takes at a time."""
 PADDING = 128
 """Rows of logits are padded to a multiple of this, which every block of keys divides."""
-NO_POLICY = (0.0,) * len(decode_kernel.POLICY_NUMBERS)
+UNBOUNDED = 1e30
+"""What stands for an infinite bound of a policy."""
 
 
 class Layout(NamedTuple):
@@ -58,16 +64,6 @@ def padded(capacity: Any) -> Any:
     return (capacity + PADDING - 1) // PADDING * PADDING
 
 
-def capacity_of(cache: Tensor, table: Tensor | None) -> int:
-    """How many keys a sequence may have."""
-    return cache.shape[2] if table is None else table.shape[1] * cache.shape[1]
-
-
-def heads_of(cache: Tensor, table: Tensor | None) -> int:
-    """How many heads the cache has."""
-    return cache.shape[1 if table is None else 2]
-
-
 def layout_of(
     query_shape: torch.Size | tuple[int, ...], cache: Tensor, table: Tensor | None, head_dim: int, splits: int
 ) -> Layout:
@@ -75,8 +71,9 @@ def layout_of(
     batch, query_heads, queries = query_shape[:3]
     heads, capacity = heads_of(cache, table), capacity_of(cache, table)
     rows = query_heads // heads * queries
-    block_m = min(64, power_of_2(rows))
-    block_n = min(128 if block_m == 16 else 64, max(16, TILE_BYTES // (power_of_2(head_dim) * cache.element_size())))
+    block_m = min(64, power_of_2(rows, LEAST_SIDE))
+    row_bytes = power_of_2(head_dim, LEAST_SIDE) * cache.element_size()
+    block_n = min(128 if block_m == 16 else 64, max(LEAST_SIDE, TILE_BYTES // row_bytes))
     programs = batch * heads * -(-rows // block_m)
     return Layout(
         batch,
@@ -103,11 +100,6 @@ def suitable_splits(programs: int, capacity: int, count: int) -> int:
     else:
         wanted, least = -(-4 * slots // programs), 2048
     return max(1, min(wanted, capacity // least, MOST_SPLITS))
-
-
-def power_of_2(n: int, least: int = 16) -> int:
-    """The smallest power of 2 that is at least ``n`` and ``least``."""
-    return max(least, 1 << (n - 1).bit_length())
 
 
 def logits_and_parts(
@@ -138,7 +130,7 @@ def _logits_launch(
     layout: Layout, query: Form, key: Form, table: Form | None, mask: Form | None, with_lengths: bool, scale: float,
     softcap: float, left: int, with_min: bool,
 ) -> Launch:  # fmt: skip
-    """The launch for a call, with lengths or without, which takes another kernel."""
+    """The launch for a call; with lengths and without are two, since Triton compiles a kernel for each."""
     del with_lengths
     dim = query.shape[-1]
     numbers = {
@@ -149,7 +141,7 @@ def _logits_launch(
         "DIM": dim,
         "CAPPED": softcap > 0,
         "WITH_MIN": with_min,
-        "BLOCK_D": power_of_2(dim),
+        "BLOCK_D": power_of_2(dim, LEAST_SIDE),
     }
     return _launch(decode_kernel.logits_kernel, layout, numbers, query.device, table is not None)
 
@@ -196,18 +188,17 @@ def fill_output(
     beta: Tensor,
     output: Tensor,
     left: int,
-    entropy: bool,
-    numbers: list[float] | None,
+    policy: list[float] | None,
 ) -> None:
-    """Fill ``output``; with ``parts`` and a policy's ``numbers`` also ``stats`` and ``beta``, which else are given."""
+    """Fill ``output``; with ``parts`` and a policy's numbers also ``stats`` and ``beta``, which else are given."""
     whole = layout.splits == 1
     shares = output
     if not whole:
         shares = logits.new_empty((layout.batch, layout.heads, layout.splits, layout.rows, value.shape[-1]))
     sums = None if whole else logits.new_empty(shares.shape[:-1])
     forms = (form_of(value), *(None if x is None else form_of(x) for x in (table, mask)))
-    policy = None if numbers is None else tuple(numbers)
-    run = _values_launch(layout, *forms, lengths is not None, beta.numel(), left, entropy, policy)
+    numbers = None if policy is None else tuple(policy)
+    run = _values_launch(layout, *forms, lengths is not None, beta.numel(), left, numbers)
     given = {"logits": logits, "value": value, "table": table, "lengths": lengths, "mask": _bytes(mask)}
     run(given | {"parts": parts, "stats": stats, "betas": beta, "output": shares, "sums": sums}, value)
     if not whole:
@@ -218,29 +209,37 @@ def fill_output(
 @functools.lru_cache(FORMS)
 def _values_launch(
     layout: Layout, value: Form, table: Form | None, mask: Form | None, with_lengths: bool, rows: int, left: int,
-    entropy: bool, policy: tuple[float, ...] | None,
+    policy: tuple[float, ...] | None,
 ) -> Launch:  # fmt: skip
-    """The launch for a call, with lengths or without, which takes another kernel."""
+    """The launch for a call; with lengths and without are two, since Triton compiles a kernel for each."""
     del with_lengths
     dim, lowered = value.shape[-1], policy is not None
     numbers = {
         **_numbers_of_cache("v", layout, value, table, mask, left),
-        **dict(zip(decode_kernel.POLICY_NUMBERS, policy or NO_POLICY, strict=True)),
+        **decoding_policy_arguments(policy),
         "stride_stats": rows,
         "DIM": dim,
         "LOWERED": lowered,
-        "ENTROPY": entropy,
-        "BLOCK_D": power_of_2(dim),
-        "SPLITS": power_of_2(layout.splits, 1) if lowered else 1,
+        "BLOCK_D": power_of_2(dim, LEAST_SIDE),
+        "SPLITS": power_of_2(layout.splits) if lowered else 1,
         "WHOLE": layout.splits == 1,
     }
     return _launch(decode_kernel.values_kernel, layout, numbers, value.device, table is not None)
 
 
+def decoding_policy_arguments(numbers: tuple[float, ...] | None) -> dict[str, Any]:
+    """A policy, by the numbers that operators take, as arguments of kernels for decoding; all 0 without one."""
+    if numbers is None:
+        return dict.fromkeys(decode_kernel.POLICY_NUMBERS, 0.0) | {"ENTROPY": False}
+    lowered = policy_of(numbers)
+    values = dict(zip(decode_kernel.POLICY_NUMBERS, policy_values(lowered, UNBOUNDED), strict=True))
+    return values | {"ENTROPY": lowered.variable == "entropy"}
+
+
 @functools.lru_cache(FORMS)
 def _combine_launch(layout: Layout, output: Form) -> Launch:
     *rows, dim = output.shape
-    splits, block_d = power_of_2(layout.splits, 1), power_of_2(dim)
+    splits, block_d = power_of_2(layout.splits), power_of_2(dim, LEAST_SIDE)
     dependent, options = _options(output.device)
     numbers = {
         "splits": layout.splits,

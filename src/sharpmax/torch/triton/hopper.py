@@ -16,6 +16,10 @@ from torch import Tensor
 from ..geometry import ALL, Geometry
 from .launch import OPTIONS, Form, Launch, Making, form_of, version
 
+LINES = 64
+"""Rows of queries, or, for their gradients, of keys, that one warpgroup works on at a time."""
+KEYS = 128
+"""Keys of a tile."""
 ROWS = 256
 """Query rows of a program at a time, for the statistics."""
 ATTEND_ROWS = 128
@@ -27,7 +31,7 @@ ATTEND_STAGES = {64: (6, 6), 128: (3, 2)}
 RUN_WITH = ((3, 6),)
 """The versions of Triton that the kernels were run with: Gluon, which they are written in, still changes."""
 SECTION = 64 << 20
-"""Bytes of keys that programs work on at the same time, as measured best on an H200; with causality alone."""
+"""Bytes of what programs read in tiles at the same time, as measured best on an H200; for causality only."""
 FILLED = 0.8
 """The least share of the processors that should be busy on average; below it, smaller blocks of rows do better."""
 
@@ -81,7 +85,7 @@ def attend_refusal(q: Form, k: Form, v: Form, shared: dict[str, Any], dropout_p:
     return refusal(q, k, shared, False, False) or refusal(q, v, shared, False, False)
 
 
-def pays(q: Form, causal: bool, rows: int = ROWS) -> bool:
+def pays(q: Form, causal: bool, rows: int) -> bool:
     """Whether to take a kernel where it serves: known to run, and with blocks of ``rows`` rows for all of the card.
 
     Blocks that are equally long come in rounds, of which the last one should be filled; with causality, every processor
@@ -103,56 +107,62 @@ def known_processors(device: torch.device) -> int:
 
 def stats_launch(q: Form, k: Form, shared: dict[str, Any], policy: dict[str, Any], scaled_query: bool) -> Launch:
     """The launch that fills the tensors that the portable kernel fills, by the same names."""
-    from .hopper_kernel import KEYS, LINES, hopper_stats_kernel
+    from .hopper_kernel import hopper_stats_kernel
 
-    programs, numbers = _programs(q, k, shared, ROWS, k.shape[-1] * k.dtype.itemsize)
+    programs, numbers = _programs(q, k, shared, ROWS, 1)
     numbers |= {**policy, "STAGES": STAGES[q.shape[-1]], "SCALED_QUERY": scaled_query}
     numbers["EDGES"] |= q.shape[2] % ROWS != 0  # warpgroups without rows pass keys by
-    made = _tiles({"q": ("q", LINES.value), "k": ("k", KEYS.value), "out": ("out_q", LINES.value)})
+    made = tiles_of({"q_desc": "q", "out_desc": "out_q"}, LINES) | tiles_of({"k_desc": "k"}, KEYS)
     return Launch(hopper_stats_kernel, programs, numbers, {"num_warps": 4, **OPTIONS}, made=made)
 
 
 def attend_launch(q: Form, k: Form, shared: dict[str, Any]) -> Launch:
     """The same for attention with beta; it also takes ``row_max`` of the statistics."""
     from .hopper_attend_kernel import hopper_attend_kernel
-    from .hopper_kernel import KEYS, LINES
 
-    programs, numbers = _programs(q, k, shared, ATTEND_ROWS, 2 * k.shape[-1] * k.dtype.itemsize)
+    programs, numbers = _programs(q, k, shared, ATTEND_ROWS, 2)
     numbers["K_STAGES"], numbers["V_STAGES"] = ATTEND_STAGES[q.shape[-1]]
-    numbers["LATER"] = shared["RIGHT"] and numbers["shift"] % KEYS.value != 0
-    rows = {"q": LINES.value, "k": KEYS.value, "v": KEYS.value, "out": LINES.value}
-    made = _tiles({name: (name, count) for name, count in rows.items()})
+    numbers["LATER"] = shared["RIGHT"] and numbers["shift"] % KEYS != 0
+    made = tiles_of({"q_desc": "q", "out_desc": "out"}, LINES) | tiles_of({"k_desc": "k", "v_desc": "v"}, KEYS)
     return Launch(hopper_attend_kernel, programs, numbers, {"num_warps": 4, **OPTIONS}, made=made)
 
 
-def _tiles(sources: dict[str, tuple[str, int]]) -> dict[str, Making]:
-    """Arguments that are tiles of tensors: the name of each, and its rows at a time."""
-    return {f"{name}_desc": (of, functools.partial(descriptor, rows=rows)) for name, (of, rows) in sources.items()}
+def tiles_of(sources: dict[str, str], rows: int) -> dict[str, Making]:
+    """Arguments of a kernel that are tensors, taken ``rows`` rows at a time, by names of arguments and of tensors."""
+    return {name: (source, functools.partial(descriptor, rows=rows)) for name, source in sources.items()}
 
 
-def _programs(q: Form, k: Form, shared: dict[str, Any], rows: int, width: int) -> tuple[int, dict[str, Any]]:
-    """How many programs there are, and their numbers; ``width`` is what they read for a key, in bytes."""
-    from .hopper_kernel import KEYS
+def programs_in_order(owned: Form, rows: int, streamed: Form, tensors: int, causal: bool) -> tuple[int, dict[str, int]]:
+    """How many programs share the blocks of ``owned``, of so many rows each, and in which order they take them.
 
-    batch, heads, queries, _ = q.shape
-    keys = k.shape[2]
-    blocks, causal = -(-queries // rows), shared["RIGHT"]
-    section = max(1, SECTION // (keys * width)) if causal else 1
-    items = blocks * batch * heads
-    shift = (min(shared["right"], queries + keys) if causal else 0) + (keys - queries if shared["LOWER_RIGHT"] else 0)
-    return min(items, processors(q.device)), {
+    For each block they go through ``tensors`` tensors like ``streamed``.
+    """
+    batch, heads, length, _ = owned.shape
+    blocks, sequences = -(-length // rows), batch * heads
+    section = max(1, SECTION // (tensors * streamed.shape[2] * streamed.shape[3] * streamed.dtype.itemsize))
+    items = blocks * sequences
+    return min(items, processors(owned.device)), {
         "items": items,
-        "section": min(section, batch * heads),
+        "section": min(section, sequences) if causal else 1,
         "blocks": blocks,
-        "sequences": batch * heads,
+        "sequences": sequences,
         "heads": heads,
+    }
+
+
+def _programs(q: Form, k: Form, shared: dict[str, Any], rows: int, tensors: int) -> tuple[int, dict[str, Any]]:
+    """How many programs there are, and their numbers; for each block of rows they read so many tensors like ``k``."""
+    queries, keys, causal = q.shape[2], k.shape[2], shared["RIGHT"]
+    shift = (min(shared["right"], queries + keys) if causal else 0) + (keys - queries if shared["LOWER_RIGHT"] else 0)
+    programs, order = programs_in_order(q, rows, k, tensors, causal)
+    return programs, order | {
         "group": shared["group"],
         "queries": queries,
         "keys": keys,
         "shift": shift,
         "unit": shared["unit"],
         "CAUSAL": causal,
-        "EDGES": causal or keys % KEYS.value != 0,
+        "EDGES": causal or keys % KEYS != 0,
     }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...core.policies.base import Lowered
 from ..geometry import Geometry
-from .hopper import descriptor, fills, known_processors, plain_refusal, processors
+from .hopper import LINES, fills, known_processors, plain_refusal, programs_in_order, tiles_of
 from .hopper import strides as engine_strides
 from .hopper_numbers_kernel import numbers_kernel
 from .launch import (
@@ -30,15 +30,12 @@ from .launch import (
     OPTIONS,
     Form,
     Launch,
-    Making,
     form_of,
     policy_arguments,
     row_numbers,
     strides,
 )
 
-LINES = 64
-"""Rows of a tile, of queries or of keys."""
 ROWS = 128
 """Rows of queries, or keys, that a program owns at a time."""
 NUMBERS = 8
@@ -49,8 +46,6 @@ HALVES = {64: False, 128: True}
 """Whether the kernel of the queries takes tiles half by half, by the head size; as measured better on an H200."""
 HALF_KEYS = 65_536
 """Keys up to which ``2^x x``, whatever the logits, stays within the numbers of float16."""
-SECTION = 64 << 20
-"""Bytes of what is streamed that programs work on at the same time; with causality alone."""
 
 
 def taken(
@@ -176,33 +171,17 @@ def _launches(
     numbers = Launch(numbers_kernel, programs, shared | of_rows, {"num_warps": 8, **OPTIONS})
     streamed = {"q_desc": "q", "g_desc": "d_out", "k_desc": "k", "v_desc": "v"}
     options = {"num_warps": 4, **OPTIONS}
-    programs, order = _programs(q, k, causal)
+    programs, order = programs_in_order(q, ROWS, k, 2, causal)
     edges = causal or k.shape[2] % LINES != 0 or queries % ROWS != 0
     by_query = Launch(
         hopper_query_kernel,
         programs,
         shared | order | {"keys": k.shape[2], "EDGES": edges, "HALVES": HALVES[width]},
         options,
-        made=_tiles(streamed | {"out_desc": "dq"}),
+        made=tiles_of(streamed | {"out_desc": "dq"}, LINES),
     )
-    programs, order = _programs(k, q, causal)
+    programs, order = programs_in_order(k, ROWS, q, 2, causal)
     results = {"dk_desc": "dk", "dv_desc": "dv"}
-    made = _tiles(streamed | results) | _tiles({"n_desc": "numbers"}, NUMBERS)
+    made = tiles_of(streamed | results, LINES) | tiles_of({"n_desc": "numbers"}, NUMBERS)
     by_key = Launch(hopper_key_kernel, programs, shared | order, options, made=made)
     return numbers, by_query, by_key
-
-
-def _tiles(sources: dict[str, str], rows: int = LINES) -> dict[str, Making]:
-    """Arguments that are tiles of tensors, by the names of these."""
-    return {name: (source, functools.partial(descriptor, rows=rows)) for name, source in sources.items()}
-
-
-def _programs(owned: Form, streamed: Form, causal: bool) -> tuple[int, dict[str, int]]:
-    """How many programs share the blocks of ``owned``, and in which order they take them."""
-    batch, heads, length, width = owned.shape
-    blocks, sequences = -(-length // ROWS), batch * heads
-    bytes_streamed = 2 * streamed.shape[2] * width * owned.dtype.itemsize
-    section = max(1, SECTION // bytes_streamed) if causal else 1
-    items = blocks * sequences
-    sizes = {"items": items, "section": min(section, sequences), "blocks": blocks}
-    return min(items, processors(owned.device)), sizes | {"sequences": sequences, "heads": heads}

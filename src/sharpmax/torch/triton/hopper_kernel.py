@@ -35,10 +35,10 @@ reinterpret = (
 
 GROUPS = gl.constexpr(4)
 """Warpgroups that compute."""
-LINES = gl.constexpr(64)
+LINES = gl.constexpr(hopper.LINES)
 """Query rows of a warpgroup."""
 ROWS = gl.constexpr(hopper.ROWS)
-KEYS = gl.constexpr(128)
+KEYS = gl.constexpr(hopper.KEYS)
 """Keys of a tile."""
 SLOTS = gl.constexpr(2)
 """Blocks of query rows in shared memory."""

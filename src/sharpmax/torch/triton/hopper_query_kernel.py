@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import hopper_backward
 from .hopper_kernel import (
     LN2,
+    SLOTS,
     advance,
     assigned,
     barriers,
@@ -49,8 +50,6 @@ LINES = gl.constexpr(hopper_backward.LINES)
 """Rows of a warpgroup, and of a tile."""
 ROWS = gl.constexpr(hopper_backward.ROWS)
 NUMBERS = gl.constexpr(hopper_backward.NUMBERS)
-SLOTS = gl.constexpr(2)
-"""Blocks of query rows in shared memory."""
 COMPUTE_REGISTERS = gl.constexpr(240)
 """Registers of a thread that computes: accumulators take 128 of them."""
 LOAD_REGISTERS = gl.constexpr(24)

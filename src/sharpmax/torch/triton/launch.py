@@ -22,16 +22,18 @@ from torch import Tensor
 from ...core.policies.base import Lowered
 from ..geometry import ALL, LARGEST_HEAD, Geometry
 from .blocks import BIAS, BOOLEAN, NONE
-from .policy import COEFFICIENTS
+from .policy import policy_values
 from .tiles import Tiles
 
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INFINITY = torch.finfo(torch.float32).max
 OPTIONS = {"enable_fp_fusion": True}
-"""Of every launch; no longer Triton's default from 3.10 on."""
+"""The compiler's for every launch: products are added in one instruction, by Triton 3.10 only when asked to."""
 FORMS = 2048
 """How many forms of a call each cache holds."""
+LEAST_SIDE = 16
+"""Rows or columns of the smallest tile that products take."""
 ALIGNMENT = 16
 """Bytes at whose multiples a tensor should begin: compiled kernels differ by that, and descriptors need it."""
 ALL_ARGUMENTS = (3, 3)
@@ -251,7 +253,7 @@ def shared_numbers(q: Form, k: Form, v: Form | None, geometry: Geometry, masks: 
         "scale2": 2 * scale2 / geometry.softcap if geometry.softcap > 0 else scale2,
         "cap2": geometry.softcap * LOG2E,
         "D": width,
-        "BLOCK_D": padded(width),
+        "BLOCK_D": power_of_2(width, LEAST_SIDE),
         "PACKED": documents is not None,
         "LENGTHS": lengths,
         "LOWER_RIGHT": geometry.lower_right,
@@ -279,7 +281,7 @@ def value_numbers(v: Form, dropout_p: float) -> dict[str, Any]:
         **strides("v", v, "bhld"),
         "dropout_p": dropout_p,
         "DV": v.shape[-1],
-        "BLOCK_DV": padded(v.shape[-1]),
+        "BLOCK_DV": power_of_2(v.shape[-1], LEAST_SIDE),
         "DROPOUT": dropout_p > 0,
     }
 
@@ -320,24 +322,21 @@ def row_numbers(values: Tensor, q: Tensor) -> Tensor:
     return values.to(torch.float32).expand(q.shape[:-1]).contiguous()
 
 
-def padded(width: int) -> int:
-    """The columns of a tile that holds ``width`` of them."""
-    return max(16, 1 << (width - 1).bit_length())
+def power_of_2(n: int, least: int = 1) -> int:
+    """The smallest power of 2 that is at least ``n`` and ``least``."""
+    return max(least, 1 << (n - 1).bit_length())
 
 
 def policy_arguments(lowered: Lowered | None) -> dict[str, Any]:
-    """A lowered policy as arguments of the kernel; missing powers have coefficient 0, missing bounds are huge."""
+    """A lowered policy as arguments of all kernels but those for decoding; missing bounds are huge."""
     plain = lowered or Lowered("entropy", (1.0,))
-    if len(plain.coefficients) > COEFFICIENTS:
-        got = len(plain.coefficients)
-        raise ValueError(f"the Triton kernel evaluates polynomials of up to {COEFFICIENTS} coefficients, got {got}")
-    padded = (0.0,) * (COEFFICIENTS - len(plain.coefficients)) + plain.coefficients
-    bounds = {
-        "policy_low": plain.lo, "policy_high": plain.hi, "threshold": plain.threshold, "floor": plain.floor,
-    }  # fmt: skip
+    low, high, threshold, floor, *coefficients = policy_values(plain, INFINITY)
     return {
-        **{f"c{i}": float(c) for i, c in enumerate(padded)},
-        **{name: min(max(float(value), -INFINITY), INFINITY) for name, value in bounds.items()},
+        **{f"c{i}": c for i, c in enumerate(coefficients)},
+        "policy_low": low,
+        "policy_high": high,
+        "threshold": threshold,
+        "floor": min(max(floor, -INFINITY), INFINITY),
         "POLICY": lowered is not None,
         "LOG_COUNT": plain.variable == "log_count",
     }

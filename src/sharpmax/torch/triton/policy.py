@@ -3,10 +3,25 @@
 import triton
 import triton.language as tl
 
+from ...core.policies.base import Lowered
 from ..geometry import LARGEST_POLYNOMIAL
 
 COEFFICIENTS = LARGEST_POLYNOMIAL
 """How many coefficients the kernels take."""
+
+
+def policy_values(lowered: Lowered, largest: float) -> tuple[float, ...]:
+    """Low and high bound, threshold, floor and all coefficients of a policy, in the order that kernels know.
+
+    Powers that it does not have get coefficient 0. The first three are kept within ``largest``, since a policy without
+    bounds has infinite ones.
+    """
+    missing = COEFFICIENTS - len(lowered.coefficients)
+    if missing < 0:
+        got = len(lowered.coefficients)
+        raise ValueError(f"the Triton kernel evaluates polynomials of up to {COEFFICIENTS} coefficients, got {got}")
+    bounds = (min(max(x, -largest), largest) for x in (lowered.lo, lowered.hi, lowered.threshold))
+    return tuple(float(x) for x in (*bounds, lowered.floor, *(0.0,) * missing, *lowered.coefficients))
 
 
 @triton.jit

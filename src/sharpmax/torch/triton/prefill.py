@@ -69,13 +69,12 @@ def row_stats_and_scaled_query(
     key_lengths: Tensor | None = None,
     cu_q: Tensor | None = None,
     cu_k: Tensor | None = None,
-    with_min: bool = False,
     scaled_query: bool = True,
     config: Config | None = None,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor, Tensor | None]:
+) -> tuple[tuple[Tensor, Tensor, Tensor, None, Tensor], Tensor, Tensor | None]:
     """The statistics, beta of a lowered policy (float32), and ``beta * q`` in the type of ``q``, from one kernel."""
     masks = Masks(mask, key_lengths, cu_q, cu_k)
-    stats, beta, scaled = _stats(q, k, geometry, masks, with_min, lowered, scaled_query, config)
+    stats, beta, scaled = _stats(q, k, geometry, masks, False, lowered, scaled_query, config)
     assert beta is not None
     return stats, beta, scaled
 
