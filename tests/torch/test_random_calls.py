@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,9 +27,11 @@ ROUNDED = 4
 """How many times the error of others stock attention may have: it rounds beta * query."""
 
 
-def examples(number: int) -> Callable[[Any], Any]:
+def examples(number: int, *, interpreted: bool = False) -> Callable[[Any], Any]:
+    """So many of them, of which the interpreter, which is slow, makes none smaller."""
     quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    return settings(max_examples=number, deadline=None, suppress_health_check=quiet)
+    phases = [phase for phase in Phase if not interpreted or phase == Phase.generate]
+    return settings(max_examples=number, deadline=None, suppress_health_check=quiet, phases=phases)
 
 
 def of(strategy: Callable[..., st.SearchStrategy[Any]], types: list[torch.dtype], **options: Any) -> Any:
@@ -57,7 +59,7 @@ def test_any_call_that_stock_attention_serves(call: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("small_tiles")
 def test_any_call_of_the_portable_kernels(number: int) -> None:
     @given(call=of(calls, OF_KERNELS, few=not ON_GPU))
-    @examples(number)
+    @examples(number, interpreted=not ON_GPU)
     def holds(call: dict[str, Any]) -> None:
         tensors = call.pop("tensors")
         compare(tensors, "triton", tolerance=TOLERANCE[tensors[0].dtype], **call)
@@ -108,7 +110,7 @@ def test_any_documents(call: Documents) -> None:
 @pytest.mark.usefixtures("small_tiles")
 def test_any_documents_of_the_portable_kernels(number: int) -> None:
     @given(call=of(documents, OF_KERNELS, few=not ON_GPU))
-    @examples(number)
+    @examples(number, interpreted=not ON_GPU)
     def holds(call: Documents) -> None:
         packed("triton", call)
 
@@ -147,7 +149,7 @@ def test_any_cache_of_the_portable_kernels(number: int) -> None:
     pytest.importorskip("triton")
 
     @given(call=of(caches, OF_KERNELS, device="cuda" if ON_GPU else "cpu"))
-    @examples(number)
+    @examples(number, interpreted=not ON_GPU)
     def holds(call: Caches) -> None:
         decoded("triton", call)
 
