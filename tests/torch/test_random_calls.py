@@ -21,7 +21,7 @@ ON_GPU = torch.cuda.is_available()
 TYPES = list(TOLERANCE)
 OF_KERNELS = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 """Triton's interpreter gets products of bfloat16 wrong."""
-NUMBERS = [100] if ON_GPU else [6, pytest.param(80, marks=pytest.mark.thorough)]
+NUMBERS = [100] if ON_GPU else [10, pytest.param(80, marks=pytest.mark.thorough)]
 """Of calls of kernels; the interpreter is slow."""
 ROUNDED = 4
 """How many times the error of others stock attention may have: it rounds beta * query."""
