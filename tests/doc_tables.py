@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +266,11 @@ def decode_phrases() -> list[str]:
     ]
 
 
+def of_kernels(phrases: Callable[[], list[str]]) -> list[str]:
+    """Phrases with numbers of kernels, where Triton is installed, with which these can be imported."""
+    return phrases() if find_spec("triton") is not None else []
+
+
 def decode_limits() -> list[str]:
     """What docs/attention_performance.md says of the sizes that the decoding kernel for Hopper takes."""
     from sharpmax.torch.triton import decode_hopper as kernel
@@ -487,11 +494,11 @@ def attention_doc_phrases() -> list[str]:
     """What docs/attention_performance.md says of the same."""
     ranges = attention_ranges(MAIN[2])
     return [
-        tiles_phrase(),
+        *of_kernels(lambda: [tiles_phrase()]),
         *dead_blocks_phrases(),
         *short_phrases(),
         *decode_phrases(),
-        *decode_limits(),
+        *of_kernels(decode_limits),
         f"forward takes {ranges['forward']} times as long as cuDNN",
         f"needs {detached_memory()} times the memory of cuDNN's",
         f"{ranges['flash forward']} times as long as FlashAttention 2 (at 64 columns "
@@ -563,7 +570,7 @@ PHRASES = {
     "README.md": attention_phrases(),
     "docs/attention.md": [
         f"the error of its output was measured at {max(stock_errors()):.0f} times that of stock attention",
-        *decode_memory(),
+        *of_kernels(decode_memory),
     ],
     "docs/attention_performance.md": attention_doc_phrases(),
     "docs/max_retrieval.md": training_phrases(),

@@ -106,8 +106,9 @@ def host(x: Any) -> np.ndarray:
 
 
 def collected(stats: RowStats, beta: Any, weights: Any, gradient: Any = None, rounded: bool = False) -> Result:
-    """A :class:`Result` of one row's arrays."""
-    numbers = {name: float(host(getattr(stats, name))) for name in STATISTICS}
+    """A :class:`Result` of one row's arrays; of statistics that have no minimum, all but what needs it."""
+    names = [name for name in STATISTICS if stats.min is not None or name not in ("min", "spread")]
+    numbers = {name: float(host(getattr(stats, name))) for name in names}
     slopes = None if gradient is None else host(gradient)
     return Result(numbers, float(host(beta)), host(weights), slopes, rounded)
 

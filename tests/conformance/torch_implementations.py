@@ -12,8 +12,15 @@ from unittest.mock import patch
 import torch
 
 from sharpmax import RowStats, adaptive_temperature_softmax, row_stats
+from sharpmax.torch import (
+    Attention,
+    decode_attention,
+    paged_decode_attention,
+    scaled_dot_product_attention,
+    stock_on_cpu,
+    varlen_attention,
+)
 from sharpmax.torch import row_stats as torch_row_stats
-from sharpmax.torch import scaled_dot_product_attention, stock_on_cpu
 from sharpmax.torch.geometry import Geometry
 
 from .cases import Case, raw_cases
@@ -162,6 +169,96 @@ def torch_attention_triton(case: Case) -> Result:
 @register("torch-attention-streaming-cuda", gpu="torch", takes=attends)
 def torch_attention_streaming_cuda(case: Case) -> Result:
     return _torch_attention(case, "cuda", "streaming")
+
+
+@register(
+    "torch-attention-stock",
+    dtypes=("float32", "float64"),
+    takes=lambda row: attends(row) and row["policy"]["kind"] != "Hard" and not row["id"].startswith("offsets/"),
+    group=shape_key,
+)
+def torch_attention_stock(case: Case) -> Result:
+    """torch's own attention on ``beta * query``, where tolerances allow for the rounding of that: not of two bytes."""
+    query, key, kept = _row_of_a_head(case, "cpu", case.n)
+    call: dict[str, Any] = {"attn_mask": kept, "scale": 1.0, "impl": "stock", "policy": policy_of(case)}
+    found = scaled_dot_product_attention(query, key, _identity(key), return_stats=True, **call)
+    key.requires_grad_(True)
+    output = scaled_dot_product_attention(query, key, _cotangent(case, key), **call)
+    (gradient,) = torch.autograd.grad(output[..., 0].sum(), key)
+    return collected(*_of_row(found, (0, 0, 0)), gradient[0, 0, :, 0])
+
+
+@register("torch-varlen", takes=attends, group=shape_key)
+def torch_varlen(case: Case) -> Result:
+    """A document of one query and the keys that are kept, after one of others and before one without keys."""
+    query, key, kept = _row_of_a_head(case, "cpu", case.n)
+    others = torch.ones(3, 1, case.n, dtype=key.dtype)
+    row = key[0, 0, kept][:, None].requires_grad_(True)
+    starts_q, starts_k = torch.tensor([0, 2, 3, 4]), torch.tensor([0, 3, 3 + len(row), 3 + len(row)])
+    queries, keys = torch.cat([others[:2], query[0], others[:1]]), torch.cat([others, row])
+    values = [torch.cat([others, x[0, 0, kept][:, None]]) for x in (_identity(key), _cotangent(case, key))]
+    call: dict[str, Any] = {"scale": 1.0, "policy": policy_of(case)}
+    found = varlen_attention(queries, keys, values[0], starts_q, starts_k, return_stats=True, **call)
+    assert isinstance(found, Attention)
+    found = found._replace(output=found.output.transpose(0, 1))
+    output = varlen_attention(queries, keys, values[1], starts_q, starts_k, **call)
+    assert isinstance(output, torch.Tensor)
+    (slope,) = torch.autograd.grad(output[2, 0, 0], row)
+    gradient = torch.zeros(case.n, dtype=key.dtype).masked_scatter(kept, slope[:, 0, 0])
+    return collected(*_of_row(found, (0, 2)), gradient)
+
+
+@register("torch-decode", takes=attends, group=shape_key)
+def torch_decode(case: Case) -> Result:
+    """One query and a cache, in which what is masked is hidden, and more room that holds no numbers."""
+    query, key, kept = _row_of_a_head(case, "cpu")
+    key, value, room = (_with_more_room(x) for x in (key, _identity(key), kept))
+    lengths, mask = torch.tensor([case.n]), room[None]
+    call: dict[str, Any] = {"key_mask": mask, "scale": 1.0, "policy": policy_of(case), "impl": "torch"}
+    found = decode_attention(query, key, value, lengths, return_stats=True, **call)
+    assert isinstance(found, Attention)
+    return collected(*_of_row(found, (0, 0, 0)))
+
+
+@register("torch-paged-decode", takes=attends, group=shape_key)
+def torch_paged_decode(case: Case, size: int = 16) -> Result:
+    """One query and the keys that are kept, in pages that lie in any order."""
+    query, key, kept = _row_of_a_head(case, "cpu")
+    count = int(kept.sum())
+    most = max(-(-count // size), 1)
+    table = torch.arange(most).flip(0)[None]
+    pages = []
+    for x in (key, _identity(key)):
+        held = torch.full((most * size, x.shape[-1]), torch.nan, dtype=x.dtype)
+        held[:count] = x[0, 0, kept]
+        pages.append(held.view(most, size, 1, -1)[table[0]])
+    call: dict[str, Any] = {"scale": 1.0, "policy": policy_of(case), "impl": "torch"}
+    found = paged_decode_attention(query, pages[0], pages[1], table, torch.tensor([count]), return_stats=True, **call)
+    assert isinstance(found, Attention)
+    return collected(*_of_row(found, (0, 0, 0)))
+
+
+def _identity(key: torch.Tensor) -> torch.Tensor:
+    """Values of which the output is the weights."""
+    return torch.eye(key.shape[2], dtype=key.dtype)[None, None]
+
+
+def _cotangent(case: Case, key: torch.Tensor) -> torch.Tensor:
+    """Values of which the output's first number is that whose gradient is wanted."""
+    value = torch.zeros_like(_identity(key))
+    value[..., 0] = _torch_inputs(case, "cpu")[2]
+    return value
+
+
+def _with_more_room(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.bool:
+        return torch.cat([x, torch.ones(3, dtype=torch.bool)])
+    return torch.cat([x, torch.full_like(x[:, :, :1], torch.nan).expand(-1, -1, 3, -1)], 2)
+
+
+def _of_row(found: Attention, row: tuple[int, ...]) -> tuple[RowStats, torch.Tensor, torch.Tensor]:
+    fields = (None if field is None else field[row] for field in found.stats)
+    return RowStats(*fields), found.beta[row], found.output[row]
 
 
 _INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,8 +13,12 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+pytest.importorskip("triton.experimental.gluon")
+
 from triton import language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction

@@ -1,5 +1,7 @@
 """Blocks of the streaming implementation that small tests reach more than one of; Triton's kernels on a CPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -24,3 +26,21 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         real = getattr(fused, name)
         monkeypatch.setattr(fused, name, lambda *a, name=name, real=real: (called.append(name), real(*a))[1])
     return called
+
+
+@pytest.fixture
+def small_tiles(triton_everywhere: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The same, where small calls reach several tiles; on a GPU with those that it has."""
+    if torch.cuda.is_available():
+        yield triton_everywhere
+        return
+    from sharpmax.torch.triton import Tiles, gradient, prefill
+
+    launches = (prefill._stats_launch, prefill._attend_launch, gradient._query_launch, gradient._key_launch)
+    for module in (prefill, gradient):
+        monkeypatch.setattr(module, "tiles_for", lambda *_: Tiles(16, 16, 4, 1))
+    for launch in launches:
+        launch.cache_clear()
+    yield triton_everywhere
+    for launch in launches:
+        launch.cache_clear()

@@ -18,8 +18,19 @@ from sharpmax import RowStats
 class Truth(NamedTuple):
     output: Tensor
     entropy: Tensor
-    beta: Tensor
+    beta: Tensor  # what the policy gives for the statistics that are computed here
     keys: Tensor  # how many each query sees
+
+
+class Held(NamedTuple):
+    """What an implementation found of rows ``[B, H, L]``, whose output is to be judged by itself."""
+
+    stats: RowStats
+    beta: Tensor
+
+    def of(self, row: tuple[int, int, int]) -> Held:
+        fields = (None if x is None else x.detach()[row].cpu() for x in self.stats)
+        return Held(RowStats(*fields), self.beta.detach()[row].cpu().double())
 
 
 def seen_keys(
@@ -56,9 +67,13 @@ def attention(
     window: Any = None,
     softcap: float | None = None,
     key_lengths: Tensor | None = None,
-    beta: Tensor | None = None,
+    held: Held | None = None,
 ) -> Truth:
-    """``[B, H, L, D]`` tensors; ``beta``, where given, stands in place of the policy's values but not its gradient."""
+    """``[B, H, L, D]`` tensors; what is held, where given, has the values of statistics and betas, not their gradient.
+
+    The output is then that of those betas, and its gradient that of the policy at those statistics: on the side of a
+    point where its slope jumps on which the implementation was.
+    """
     batch, heads, queries, columns = query.shape
     keys, group = key.shape[2], heads // key.shape[1]
     q, k, v = query.double(), key.double(), value.double()
@@ -82,7 +97,8 @@ def attention(
                     z = softcap * torch.tanh(z / softcap)
                 if bias is not None:
                     z = z + bias[b, h, i][row]
-                out, entropy, chosen = _row(z, v[b, h // group][row], policy, None if beta is None else beta[b, h, i])
+                found = None if held is None else held.of((b, h, i))
+                out, entropy, chosen = _row(z, v[b, h // group][row], policy, found)
                 outputs.append(out)
                 entropies.append(entropy)
                 betas.append(chosen)
@@ -99,7 +115,7 @@ def attention(
     )
 
 
-def _row(z: Tensor, v: Tensor, policy: Any, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _row(z: Tensor, v: Tensor, policy: Any, held: Held | None) -> tuple[Tensor, Tensor, Tensor]:
     if len(z) == 0:
         zero = z.sum()  # 0, and connected to the query
         return v.sum(0), zero, zero
@@ -108,10 +124,20 @@ def _row(z: Tensor, v: Tensor, policy: Any, given: Tensor | None) -> tuple[Tenso
     stats = RowStats(top, e.sum(), (e * (z - top)).sum(), z.min().detach(), torch.tensor(len(z), dtype=torch.int32))
     p = torch.softmax(z, 0)
     entropy = -torch.special.xlogy(p, p).sum()
-    beta = torch.as_tensor(policy(stats), dtype=torch.float64)
-    if given is not None and torch.isfinite(given):
-        beta = beta + (given.double() - beta).detach()
+    own = beta = torch.as_tensor(policy(stats), dtype=torch.float64)
+    if held is not None and torch.isfinite(held.beta):
+        beta = torch.as_tensor(policy(_with_values(stats, held.stats))).double()
+        beta = beta + (held.beta - beta).detach()
     if torch.isinf(beta):
         ties = (z == top).double()
-        return (ties / ties.sum()) @ v, entropy, beta
-    return torch.softmax(beta * z, 0) @ v, entropy, beta
+        return (ties / ties.sum()) @ v, entropy, own
+    return torch.softmax(beta * z, 0) @ v, entropy, own
+
+
+def _with_values(stats: RowStats, values: RowStats) -> RowStats:
+    """Other values, in their own type, with the gradient of what they stand for."""
+    total, moment = (
+        (x + (value.double() - x).detach()).to(value.dtype)
+        for x, value in ((stats.sum, values.sum), (stats.moment, values.moment))
+    )
+    return values._replace(sum=total, moment=moment)

@@ -9,6 +9,7 @@ count, those next to the policy's threshold too.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as stock_attention
 
 import sharpmax
 from benchmarks.figure4 import torch_figure4
-from sharpmax.torch import choice, scaled_dot_product_attention
+from sharpmax.torch import choice, fused, scaled_dot_product_attention
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -31,10 +32,10 @@ LIMITS_OF_SHARP_ROWS = {impl: 6.0 if limit == 4.0 else limit for impl, limit in 
 Found = tuple[Tensor, ...]
 
 
-def made(width: int, dtype: torch.dtype, deviation: float) -> Found:
+def made(width: int, dtype: torch.dtype, deviation: float, shape: tuple[int, ...] = SHAPE) -> Found:
     """Query, key, value and cotangent; of logits that deviate so much."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v, g = (torch.randn((*SHAPE, width), generator=generator) for _ in range(4))
+    q, k, v, g = (torch.randn((*shape, width), generator=generator) for _ in range(4))
     factor = math.sqrt(deviation)
     q *= math.sqrt(width) / q.norm(dim=-1, keepdim=True)
     return tuple(x.to(DEVICE, dtype) for x in (factor * q, factor * k, v, g))
@@ -58,11 +59,41 @@ def errors(found: Found, expected: Found) -> list[float]:
 
 @pytest.mark.parametrize("impl", LIMITS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("width", "dtype"), [(64, torch.bfloat16), (128, torch.float16)], ids=["64", "128"])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16)], ids=str
+)
 def test_errors_are_those_of_stock_attention(impl: str, causal: bool, width: int, dtype: torch.dtype) -> None:
     """Rows have about 3 nats of entropy: the policy acts on nearly all of them."""
-    given = made(width, dtype, math.sqrt(2 * (math.log(SHAPE[2]) - 3.0)))
-    assert hold_to(LIMITS[impl], given, impl, causal) > 0.9
+    assert hold_to(LIMITS[impl], made(width, dtype, acted_on(SHAPE)), impl, causal) > 0.9
+
+
+@pytest.fixture
+def portable(triton_everywhere: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The portable kernels, on Hopper too, where those for it are only taken with versions of Triton that are known."""
+    from sharpmax.torch.triton import hopper
+    from tests.torch.triton.hopper_cases import forget_launches
+
+    monkeypatch.setattr(hopper, "RUN_WITH", ())
+    for module, name in ((hopper, "stats_launch"), (hopper, "attend_launch"), (fused.kernels(), "adaptive_backward")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("a kernel for Hopper ran"))
+    forget_launches()
+    yield triton_everywhere
+    forget_launches()
+
+
+PORTABLE: list[Any] = [(64, torch.float16), (128, torch.float16)]
+if ON_GPU:  # Triton's interpreter gets products of bfloat16 wrong
+    PORTABLE += [(width, torch.bfloat16) for width in (64, 80, 128, 256)]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("width", "dtype"), PORTABLE, ids=str)
+def test_errors_of_the_portable_kernels_are_too(
+    causal: bool, width: int, dtype: torch.dtype, portable: list[str]
+) -> None:
+    shape = SHAPE if ON_GPU else (1, 1, 256)
+    assert hold_to(2.0, made(width, dtype, acted_on(shape), shape), "triton", causal) > 0.9
+    assert portable == ["adaptive_attention"]
 
 
 @pytest.mark.parametrize("impl", LIMITS)
@@ -74,6 +105,11 @@ def test_errors_of_sharp_rows_are_too(impl: str, causal: bool) -> None:
     """
     given = made(64, torch.bfloat16, 6.0)
     assert 0.3 < hold_to(LIMITS_OF_SHARP_ROWS[impl], given, impl, causal) < 0.9
+
+
+def acted_on(shape: tuple[int, ...]) -> float:
+    """The deviation of logits whose rows have about 3 nats."""
+    return math.sqrt(2 * (math.log(shape[2]) - 3.0))
 
 
 def hold_to(limit: float, given: Found, impl: str, causal: bool) -> float:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.exc
+import torch._dynamo.testing
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import sharpmax
-from sharpmax.torch import decode_attention, row_stats, scaled_dot_product_attention, varlen_attention
+from sharpmax.torch import choice, decode_attention, row_stats, scaled_dot_product_attention, varlen_attention
+from sharpmax.torch.checks import checked
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -112,3 +114,59 @@ def test_dropout_under_vmap_compiles() -> None:
     x = tensor(3, 2, 5, 8).detach()
     run = compiled(torch.func.vmap(lambda x: attend(x, dropout_p=0.5), randomness="different"))
     assert run(x).shape == x.shape
+
+
+@pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (None, 3)], ids=["dynamic", "automatic"])
+def test_documents_of_other_lengths_and_numbers_compile_nothing(dynamic: bool | None, most: int) -> None:
+    """Where sizes become symbols by themselves, tokens and documents each do when they first change."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def attend(x: Tensor, starts: Tensor) -> Any:
+        return varlen_attention(x, x, x, starts, starts, causal=True)
+
+    run = torch.compile(attend, fullgraph=True, backend=counter, dynamic=dynamic)
+    compilations = []
+    for lengths in ([3, 4], [5, 0], [3, 3, 3], [1, 1, 1, 1, 7], [2, 9], [4, 11, 2]):
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        x = tensor(sum(lengths), 2, 8)
+        found, expected = run(x, starts), attend(x, starts)
+        torch.testing.assert_close(found, expected)
+        gradients = (torch.autograd.grad(out.square().sum(), x)[0] for out in (found, expected))
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+        compilations.append(counter.frame_count)
+    assert compilations[2:] == [compilations[2]] * 4
+    assert compilations[-1] <= most
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["inference", "training"])
+def test_what_auto_takes_on_a_hopper_gpu_is_compiled_once_each(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its choice depends on lengths; each goes where it goes without a compiler. Tensors are without memory."""
+    pytest.importorskip("triton")
+    from sharpmax.torch.triton import hopper_backward
+
+    monkeypatch.setattr(choice, "compute_capability", lambda _: 9)
+    monkeypatch.setattr(choice, "triton_refusal", lambda *_: "")
+    for module, name in ((choice, "hopper_processors"), (hopper_backward, "known_processors")):
+        monkeypatch.setattr(module, name, lambda _: 132)
+    ran: list[str] = []
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        names = " ".join(str(node.target) for node in graph.graph.nodes)
+        return lambda *inputs: (ran.append("triton" if "adaptive_attention" in names else "stock"), graph(*inputs))[1]
+
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: attend(x, is_causal=True), fullgraph=True, backend=backend, dynamic=True)
+    expected = []
+    for length in (2048, 130, 2304, 200, 3000, 4097, 8000):
+        x = torch.empty(4, 16, length, 128, dtype=torch.bfloat16, device="meta", requires_grad=gradient)
+        made = checked(x, x, x, None, None, is_causal=True, scale=None, window=None, softcap=None, enable_gqa=False)
+        own = choice.own_kernels_pay(made, sharpmax.PAPER, 0.0, False)
+        expected.append(choice.choose("auto", made, sharpmax.PAPER, may_round=not own))
+        assert run(x).shape == x.shape
+    assert set(expected) == {"triton", "stock"}
+    assert ran == expected
+    assert graphs == 2

@@ -173,7 +173,7 @@ def triton_refusal(inputs: Inputs, policy: Policy | None) -> str:
     """What of a call the kernels do not serve, empty if they serve all of it."""
     q, v, mask = inputs.q, inputs.v, inputs.mask
     if not HAS_TRITON:
-        return "a call without Triton installed"
+        return "a call without Triton (pip install 'sharpmax[triton]')"
     if q.device.type != "cuda":
         return f"tensors on {q.device.type}"
     if before_ampere(q.device):
