@@ -141,7 +141,7 @@ def attention_memory() -> str:
     return markdown(["", "cuDNN", "sharpmax", "sharpmax, `stock`"], lines)
 
 
-CPUS = {"attention_cpu": "AMD EPYC", "attention_cpu_intel": "Intel Xeon at 2.1 GHz"}
+CPUS = {"attention_cpu": "AMD EPYC", "attention_cpu_intel": "Intel Xeon"}
 """Result files, and on whose cores they were made."""
 
 
@@ -150,15 +150,17 @@ def attention_on_a_cpu() -> str:
     names = {"sharpmax": "sharpmax", "detached": "policy detached", "figure4": "Figure 4, literal"}
     found = [
         {
-            f"{case['length']:,}, {case['kind']}, {case['direction']}": case["ratio_to_torch"]
+            (case["length"], DIRECTIONS.index(case["direction"]), case["kind"]): case["ratio_to_torch"]
             for case in load(f"benchmarks/results/{file}.json")["results"]
         }
         for file in CPUS
     ]
+    calls = dict.fromkeys(call for measured in found[::-1] for call in measured)
     lines = []
-    for call in found[0]:
-        ratios = [measured.get(call, {}).get(name) for measured in found for name in names]
-        lines.append([call, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)])
+    for length, direction, kind in sorted(calls, key=lambda call: call[:2]):
+        ratios = [measured.get((length, direction, kind), {}).get(name) for measured in found for name in names]
+        cells = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)
+        lines.append([f"{length:,}, {kind}, {DIRECTIONS[direction]}", *cells])
     return markdown(["", *(f"{cpu}: {label}" for cpu in CPUS.values() for label in names.values())], lines)
 
 
