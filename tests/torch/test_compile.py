@@ -110,6 +110,28 @@ def test_derivatives_within_what_is_compiled(name: str, derivative: str) -> None
         compiled(lambda x: differentiate(lambda x: attend(x, impl="streaming"), x))(x)
 
 
+def test_what_was_compiled_outside_of_forward_mode_is_not_taken_within() -> None:
+    x, counter = tensor(1, 2, 5, 8).detach(), torch._dynamo.testing.CompileCounter()
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: attend(x, is_causal=True), fullgraph=True, backend=counter)
+    plain = run(x)
+    expected = tangent_of_dual(lambda x: attend(x, is_causal=True), x)
+    for _ in range(2):
+        torch.testing.assert_close(tangent_of_dual(run, x), expected)
+        torch.testing.assert_close(run(x), plain)
+    assert counter.frame_count == 2
+
+
+def test_key_lengths_that_are_made_of_a_dynamic_length() -> None:
+    def function(x: Tensor) -> Tensor:
+        return attend(x, key_lengths=torch.tensor([3, x.shape[2]]), impl="streaming")
+
+    run = compiled(function, dynamic=True)
+    for length in (5, 7):
+        x = tensor(2, 2, length, 8).detach()
+        torch.testing.assert_close(run(x), function(x))
+
+
 def test_dropout_under_vmap_compiles() -> None:
     x = tensor(3, 2, 5, 8).detach()
     run = compiled(torch.func.vmap(lambda x: attend(x, dropout_p=0.5), randomness="different"))

@@ -173,10 +173,21 @@ def test_auto_takes_torch_where_there_is_no_gpu() -> None:
         decode_attention(query, key, value, impl="triton")
 
 
-def test_a_policy_with_parameters() -> None:
+def learned(heads: int | None) -> sharpmax.torch.Learnable:
+    return sharpmax.torch.Learnable(sharpmax.LearnableTemperature(heads=heads, init=2.0))
+
+
+@pytest.mark.parametrize("kind", ["module", "of each head", "any callable"])
+def test_a_policy_with_parameters(kind: str) -> None:
     """Which would get no gradient: that is said, not done."""
     query, key, value = inputs()
-    policy = sharpmax.torch.Learnable(sharpmax.LearnableTemperature(heads=4, init=2.0))
+    module = learned(4)
+    policies: dict[str, Any] = {
+        "module": module,
+        "of each head": sharpmax.PerHead(tuple(learned(None) for _ in range(4))),
+        "any callable": lambda stats: 2 * module(stats) / 2,
+    }
+    policy = policies[kind]
     with pytest.raises(ValueError, match="no gradient: call it under"):
         decode_attention(query, key, value, policy=policy)
     with torch.no_grad():

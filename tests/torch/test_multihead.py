@@ -180,6 +180,7 @@ def test_state_dict_of_torch_with_a_learnable_policy() -> None:
         ({}, {"attn_mask": torch.zeros(2, 3, 3)}, r"\(3, 3\) or \(4, 3, 3\)"),
         ({}, {"key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)}, r"key_padding_mask of shape \(2, 3\)"),
         ({}, {"key_padding_mask": torch.zeros(2, 3, dtype=torch.int64)}, "key_padding_mask to be boolean or floating"),
+        ({}, {"attn_mask": torch.ones(3, 3, dtype=torch.int64)}, "attn_mask to be boolean or floating"),
         ({}, {"attn_mask": [[0.0]]}, "expected attn_mask to be a torch tensor, got list"),
         ({}, {"key_padding_mask": torch.eye(3).to_sparse()}, "expected key_padding_mask to be a dense tensor"),
         ({}, {"query": torch.randn(3, 2, 8).to_sparse()}, "expected query to be a dense tensor"),

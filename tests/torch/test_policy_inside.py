@@ -135,6 +135,7 @@ AUTO: list[tuple[dict[str, Any], int, str]] = [
     ({"query": torch.zeros(1, 2, 5, 192).half()}, 10, "triton"),
     ({"query": torch.zeros(1, 2, 5, 20).half()}, 9, "triton"),
     ({"key": torch.zeros(1, 2, 1, 8).half()}, 9, "triton"),
+    ({"key": torch.zeros(1, 2, 8, 5).half().mT}, 9, "triton"),
     ({}, 12, "triton"),
     ({"is_causal": "lower_right"}, 9, "stock"),
     ({"is_causal": True, "key": torch.zeros(1, 2, 6, 8).half()}, 9, "triton"),
@@ -285,7 +286,8 @@ def test_without_gradient_of_beta_the_statistics_have_no_backward(monkeypatch: p
     q, k, v = inputs()
     for policy in (sharpmax.detached(sharpmax.PAPER), sharpmax.LogLength(), sharpmax.Constant(2.0)):
         scaled_dot_product_attention(q, k, v, enable_gqa=True, policy=policy, impl="streaming").sum().backward()
-    assert called == [False] * 3
+    assert len(called) >= 3  # once more for keys without what they have in common
+    assert not any(called)
 
 
 def test_auto_takes_streaming_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

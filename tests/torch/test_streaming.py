@@ -219,6 +219,20 @@ def test_logits_that_are_all_far_from_0(nats: float, policy: Any) -> None:
         assert float((a - b).norm() / b.norm()) < 1e-5
 
 
+def test_logits_that_are_infinitely_far_below_others() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 8, 8, generator=generator) for _ in range(2))
+    q[0, 0, 1] = 1e20
+    k[0, 0, 5] = -1e20
+    found = []
+    for impl in ("streaming", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (q, k)]
+        out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[1], impl=impl, return_stats=True)
+        found.append([out.output, out.stats.entropy, out.beta, *torch.autograd.grad(out.output.sum(), leaves)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_what_torch_kernel_cannot_do_exactly_is_for_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, 1, 6, 8) for _ in range(3))
     beta, geometry = torch.full((1, 1, 6), 2.0), Geometry(0.5, left=3, right=0)

@@ -343,6 +343,28 @@ class Call:
                 yield Span(self, slice(b, min(b + by_batch, batch)), slice(h, min(h + by_head, heads)))
 
 
+class Dropout:
+    """Factors of the weights, 0 or ``1 / (1 - p)``: the same for every walk over the same blocks with one seed."""
+
+    def __init__(self, call: Call, p: float, seed: int) -> None:
+        self.p, self.buffers = p, call.buffers
+        self.generator = torch.Generator(device=call.q.device).manual_seed(seed) if p > 0 else None
+
+    def draw(self, like: Tensor) -> Tensor | None:
+        """Factors for a block, or ``None`` without dropout."""
+        if self.generator is None:
+            return None
+        kept = self.buffers("dropout", *like.shape)
+        if self.p >= 1:
+            return kept.zero_()
+        return kept.bernoulli_(1 - self.p, generator=self.generator).div_(1 - self.p)
+
+    def apply(self, weights: Tensor) -> None:
+        kept = self.draw(weights)
+        if kept is not None:
+            weights.mul_(kept)
+
+
 def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """``a @ b`` for every pair of a span, into ``out``."""
     if a.shape[0] == 1:

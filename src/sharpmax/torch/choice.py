@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.policies import Detached, Policy, is_hard, lowered
+from ..core.policies import Detached, PerHead, Policy, is_hard, lowered
 from .checks import Inputs, differentiated, forward_mode, has_tangent, needs_gradient, transformed
 from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL
 
@@ -46,8 +46,8 @@ def choose(
     ``beta * query``, for calls that cuDNN's kernels serve, which are faster than our portable ones: on NVIDIA GPUs of
     compute capability 9 or 10, for float16 and bfloat16, plain or causal (with as many queries as keys), without a
     mask or key lengths, with more than one key, and with values as wide as queries, which is a multiple of 8 and at
-    most :func:`widest_of_cudnn`. There the error of the output was measured at 3 times that of stock attention on
-    ``beta * query``, and is held to 4 times.
+    most :func:`widest_of_cudnn`. With dropout, torch may give them to another kernel. There the error of the output was
+    measured at 3 times that of stock attention on ``beta * query``, and is held to 4 times.
 
     ``among`` are the implementations that there are of ``what`` is asked for, and ``drops`` says whether weights are
     dropped.
@@ -84,6 +84,7 @@ def _stock_is_fast(inputs: Inputs) -> bool:
         and q.shape[-1] % 8 == 0
         and q.shape[-1] <= widest_of_cudnn(q.device)
         and k.shape[2] > 1
+        and all(x.stride(-1) == 1 for x in (k, v))
         and (not geometry.banded or q.shape[2] == k.shape[2])
     )
 
@@ -96,11 +97,12 @@ def compute_capability(device: torch.device) -> int:
 
 @torch.compiler.assume_constant_result
 def widest_of_cudnn(device: torch.device) -> int:
-    """The widest heads that cuDNN's attention serves on a GPU where torch's own is fastest by it, 0 on any other."""
+    """The widest heads that torch gives cuDNN's attention, on a GPU where that is its fastest; 0 on any other."""
     capability = compute_capability(device)
-    if capability == 9 and (torch.backends.cudnn.version() or 0) >= 91000:
-        return 256
-    return 128 if capability in CUDNN_FIRST else 0
+    off = not torch.backends.cuda.cudnn_sdp_enabled() or torch.are_deterministic_algorithms_enabled()
+    if capability not in CUDNN_FIRST or off:
+        return 0
+    return 256 if capability == 9 and (torch.backends.cudnn.version() or 0) >= 91000 else 128
 
 
 def before_ampere(device: torch.device) -> bool:
@@ -165,7 +167,9 @@ def _refusal(impl: str, inputs: Inputs, policy: Policy | None, drops: bool) -> s
 
 
 def parameters_of(policy: Any) -> tuple[Tensor, ...]:
-    """The parameters of a policy that is a module."""
+    """The parameters of a policy that is a module, or of those of its heads that are."""
+    if isinstance(policy, PerHead):
+        return tuple(x for part in policy.policies for x in parameters_of(part))
     return tuple(policy.parameters()) if isinstance(policy, torch.nn.Module) else ()
 
 

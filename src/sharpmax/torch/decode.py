@@ -236,11 +236,21 @@ def _check_cache(query: Tensor, cache: _Cache, policy: Policy) -> None:
     for tensor in cache:
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"expected all tensors on query's device {query.device}, got one on {tensor.device}")
-    sources = (query, key, value, *parameters_of(policy))
-    if needs_gradient(*sources) or (forward_mode() and has_tangent(*sources)):
+    _check_constant(query, key, value, *parameters_of(policy))
+
+
+def _check_constant(*tensors: Tensor) -> None:
+    """Refuse what is to be differentiated."""
+    if needs_gradient(*tensors) or (forward_mode() and has_tangent(*tensors)):
         raise ValueError(
             "decoding has no gradient: call it under torch.no_grad(), or train with scaled_dot_product_attention"
         )
+
+
+def _betas(policy: Policy, stats: RowStats) -> Tensor:
+    beta = row_betas(policy, stats)
+    _check_constant(beta)  # a policy may hold what it learns in any way
+    return beta
 
 
 def _obstacle(query: Tensor, cache: _Cache) -> str | None:
@@ -283,7 +293,7 @@ def _triton_attention(
     with_min = needs_spread(policy)
     logits, fields = kernels.decode_stats(query, key, table, lengths, mask, scale, softcap, left, with_min, splits)
     stats = _row_stats(fields, query, cache, geometry)
-    beta = row_betas(policy, stats).detach()
+    beta = _betas(policy, stats)
     output = kernels.decode_values(logits, stats.max, beta, value, table, lengths, mask, left, splits)
     return Attention(output, stats, beta) if return_stats else output
 
@@ -311,7 +321,7 @@ def _torch_attention(
         logits = geometry.softcap * torch.tanh(logits / geometry.softcap)
     seen = _seen(cache, geometry, queries, capacity)
     stats = row_stats(logits, where=seen, with_min=needs_spread(policy))
-    beta = row_betas(policy, stats).detach()
+    beta = _betas(policy, stats)
     weights = softmax(logits, where=seen, beta=beta).reshape(batch, heads, grouped, capacity)
     values = value.to(wide)
     if cache.lengths is not None or cache.mask is not None:

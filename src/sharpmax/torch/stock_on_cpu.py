@@ -1,8 +1,6 @@
 """torch's own attention for the CPU, on ``beta * q``: the second pass of streaming attention where that is exact.
 
-It computes in float32 or float64, so nothing of ``beta * q`` is rounded to a narrower type. What all keys have in
-common is taken out of them first: weights do not depend on it, but torch's kernel rounds logits otherwise forward than
-backward, and the gradient of a query would be off by that much of the common part. What torch's kernel knows
+It computes in float32 or float64, so nothing of ``beta * q`` is rounded to a narrower type. What torch's kernel knows
 nothing of (key lengths, bands other than its causality) is dealt with in pieces: batch elements of one length, and
 blocks of rows with the keys that any of them sees. What is left to hide there, and numbers that are added to logits,
 it takes as a mask of numbers, of one piece at a time.
@@ -98,35 +96,14 @@ class _Pieces:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry, mask: Tensor | None,
-        key_lengths: Tensor | None, whole: bool = True,
+        key_lengths: Tensor | None,
     ) -> None:  # fmt: skip
         dtype = accumulation(q.dtype)
         wide = (q.to(dtype) * beta[..., None], k.to(dtype), v.to(dtype))
         self.q, self.k, self.v = (x if x.stride(-1) == 1 else x.contiguous() for x in wide)  # as the kernel takes them
         self.beta, self.geometry, self.mask, self.key_lengths = beta, geometry, mask, key_lengths
-        self.common = self._common() if whole else None
-        if self.common is not None:
-            self.k = self.k - self.common
         self.buffers = Buffers(self.q)
         self.scales = mask is not None and mask.dtype != torch.bool and bool((beta > 0).all())
-
-    def _common(self) -> Tensor | None:
-        """What keys have in common, ``[B, Hkv, 1, columns]``: the middle of columns that are far from 0 throughout."""
-        common = self.k.new_zeros((*self.k.shape[:2], 1, self.k.shape[3]))
-        for batches, length in self._lengths():
-            if length > 0:
-                keys = self.k[batches, :, :length]
-                low, high = keys.amin(2, keepdim=True), keys.amax(2, keepdim=True)
-                middle = low / 2 + high / 2
-                common[batches] = torch.where(high - low < middle.abs(), middle, 0.0)
-        return common if bool(common.any()) else None
-
-    def shift(self) -> Tensor | float:
-        """What the logsumexp of rows has of what keys have in common."""
-        if self.common is None:
-            return 0.0
-        of_groups = self.q.unflatten(1, (self.k.shape[1], -1)) * self.common.unsqueeze(2)
-        return of_groups.sum(-1).flatten(1, 2) * self.geometry.scale
 
     def __iter__(self) -> Iterator[_Piece]:
         left, right, lower_right = self.geometry[2:]
@@ -232,21 +209,17 @@ def attend(
         empty = piece.empty()
         out[here] = found if empty is None else found.masked_fill_(empty[..., None], 0.0)
         lse[here] = sums if empty is None else sums.masked_fill_(empty, -math.inf)
-    return out, lse.add_(x.shift())
+    return out, lse
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, geometry: Geometry, mask: Tensor | None, key_lengths: Tensor | None,
-    out: Tensor, lse: Tensor, grad_out: Tensor, need_beta: bool, whole: bool,
+    out: Tensor, lse: Tensor, grad_out: Tensor, need_beta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """With ``dx`` the gradient of ``x = beta * q``: that of q is ``beta * dx``, that of beta ``<dx, q>``.
-
-    The gradients of logits add up to 0 over all keys of a row, so that what keys have in common gives ``dx`` nothing if
-    the row is ``whole``.
-    """
-    x = _Pieces(q, k, v, beta, geometry, mask, key_lengths, whole)
+    """With ``dx`` the gradient of ``x = beta * q``: that of q is ``beta * dx``, that of beta ``<dx, q>``."""
+    x = _Pieces(q, k, v, beta, geometry, mask, key_lengths)
     out, grad_out = out.to(x.q.dtype), grad_out.to(x.q.dtype).contiguous()
-    lse = torch.where(lse == -math.inf, 0.0, lse - x.shift())  # powers of what is not seen are 0 then
+    lse = torch.where(lse == -math.inf, 0.0, lse)  # powers of what is not seen are 0 then
     dx, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     for piece in x:

@@ -12,13 +12,15 @@ Plain functions of tensors, without autograd: :mod:`.ops` makes operators of the
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.stats import ZERO_EXPONENT
 from . import stock_on_cpu
-from .blocks import Block, Call, Rows, Span, add_product, hidden_logit, hiding, merged, product, shown
+from .blocks import Block, Call, Dropout, Rows, Span, add_product, hidden_logit, hiding, merged, product, shown
+from .centring import centred
 from .geometry import Geometry, visible_counts
 
 LOG2E = math.log2(math.e)
@@ -117,6 +119,16 @@ def attend(
     The first is in the type of ``q`` if ``rounded``, else in that which it was computed in. Rows of infinite beta are
     hard: uniform over their maxima. Their second result means nothing.
     """
+    if (less := centred(q, k, beta, geometry, key_lengths)) is not None:
+        options: dict[str, Any] = {
+            "mask": mask,
+            "key_lengths": key_lengths,
+            "dropout_p": dropout_p,
+            "seed": seed,
+            "rounded": rounded,
+        }
+        out, lse = attend(q, less.keys, v, beta, geometry, **options)
+        return out, lse + beta * less.shift
     if stock_on_cpu.serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
         out, lse = stock_on_cpu.attend(q, k, v, beta, geometry, mask, key_lengths)
         if stock_on_cpu.exact(lse) and not _overflowed(Call(q, k, v, geometry, mask, key_lengths), lse):
@@ -124,7 +136,7 @@ def attend(
     call = Call(q, k, v, geometry, mask, key_lengths)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype if rounded else call.dtype)
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=call.dtype)
-    dropout = _Dropout(call, dropout_p, seed)
+    dropout = Dropout(call, dropout_p, seed)
     for span in call.spans():
         assert span.value is not None
         for rows in span.rows():
@@ -185,9 +197,19 @@ def attend_backward(
     That of a small beta is exact where ``row_max`` is given, the maxima of logits. Where rows have keys elsewhere, too,
     which ``out`` and ``lse`` know of, they are not ``whole``.
     """
+    if whole and (less := centred(q, k, beta, geometry, key_lengths)) is not None:
+        masks: dict[str, Any] = {"mask": mask, "key_lengths": key_lengths}
+        far = not stock_on_cpu.exact(lse)  # so that what is left of it has few digits
+        lse = attend(q, less.keys, v, beta, geometry, **masks)[1] if far else lse - beta * less.shift
+        row_max = None if row_max is None else row_max - less.shift
+        found = attend_backward(
+            q, less.keys, v, beta, geometry, out, lse, grad_out, row_max=row_max, **masks, dropout_p=dropout_p,
+            seed=seed, need_beta=need_beta, need_mask=need_mask,
+        )  # fmt: skip
+        return found[0], found[1].to(k.dtype), *found[2:]
     given = (q, k, v, beta, geometry, mask, key_lengths)
     if stock_on_cpu.serves(*given, dropout_p, of_numbers=need_beta or need_mask) and stock_on_cpu.exact(lse):
-        found = stock_on_cpu.backward(*given, out, lse, grad_out, need_beta, whole)
+        found = stock_on_cpu.backward(*given, out, lse, grad_out, need_beta)
         if all(x is None or stock_on_cpu.of_numbers(x) for x in found):  # products of what is not seen may overflow
             return *found, None
     call = Call(q, k, v, geometry, mask, key_lengths)
@@ -195,7 +217,7 @@ def attend_backward(
     grad_value = torch.zeros_like(v)
     grad_beta = torch.zeros_like(lse) if need_beta else None
     hiding_adds = call.hiding_adds() and bool((beta > SMALLEST_BETA).all())
-    dropout = _Dropout(call, dropout_p, seed)
+    dropout = Dropout(call, dropout_p, seed)
     for span in call.spans():
         assert span.value is not None
         dk, dv = torch.zeros_like(span.key), torch.zeros_like(span.value)
@@ -334,28 +356,6 @@ def _normaliser(
     for keys in rows.keys:
         _, _, top, total = _powers(span, span.logits(query, rows, keys), factor, top, total)
     return torch.where(again, top, centre), torch.where(again, -total.log(), constant)
-
-
-class _Dropout:
-    """Factors of the weights, 0 or ``1 / (1 - p)``: the same for every walk over the same blocks with one seed."""
-
-    def __init__(self, call: Call, p: float, seed: int) -> None:
-        self.p, self.buffers = p, call.buffers
-        self.generator = torch.Generator(device=call.q.device).manual_seed(seed) if p > 0 else None
-
-    def draw(self, like: Tensor) -> Tensor | None:
-        """Factors for a block, or ``None`` without dropout."""
-        if self.generator is None:
-            return None
-        kept = self.buffers("dropout", *like.shape)
-        if self.p >= 1:
-            return kept.zero_()
-        return kept.bernoulli_(1 - self.p, generator=self.generator).div_(1 - self.p)
-
-    def apply(self, weights: Tensor) -> None:
-        kept = self.draw(weights)
-        if kept is not None:
-            weights.mul_(kept)
 
 
 class _Gradients:
