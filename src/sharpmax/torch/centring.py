@@ -15,7 +15,6 @@ from torch import Tensor
 from .blocks import accumulation
 from .geometry import Geometry
 
-
 LEAST = 2.0
 """Nats that logits of some row must have in common: what is rounded of less is nothing beside what they deviate."""
 
