@@ -1,4 +1,4 @@
-"""Keys without what they have in common, on a CPU: weights do not depend on it, but what rounds logits does.
+"""Keys without what they have in common, for gradients on a CPU.
 
 For every ``c``, ``softmax(beta * <q, k>) = softmax(beta * <q, k - c>)``. The gradients of the logits of a row add up to
 0, so that ``c`` gives that of the query nothing either, unless logits are rounded otherwise forward than backward, as

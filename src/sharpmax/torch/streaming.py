@@ -12,7 +12,6 @@ Plain functions of tensors, without autograd: :mod:`.ops` makes operators of the
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,16 +118,6 @@ def attend(
     The first is in the type of ``q`` if ``rounded``, else in that which it was computed in. Rows of infinite beta are
     hard: uniform over their maxima. Their second result means nothing.
     """
-    if (less := centred(q, k, beta, geometry, key_lengths)) is not None:
-        options: dict[str, Any] = {
-            "mask": mask,
-            "key_lengths": key_lengths,
-            "dropout_p": dropout_p,
-            "seed": seed,
-            "rounded": rounded,
-        }
-        out, lse = attend(q, less.keys, v, beta, geometry, **options)
-        return out, lse + beta * less.shift
     if stock_on_cpu.serves(q, k, v, beta, geometry, mask, key_lengths, dropout_p):
         out, lse = stock_on_cpu.attend(q, k, v, beta, geometry, mask, key_lengths)
         if stock_on_cpu.exact(lse) and not _overflowed(Call(q, k, v, geometry, mask, key_lengths), lse):
@@ -197,21 +186,18 @@ def attend_backward(
     That of a small beta is exact where ``row_max`` is given, the maxima of logits. Where rows have keys elsewhere, too,
     which ``out`` and ``lse`` know of, they are not ``whole``.
     """
+    own = k.dtype
+    by_torch = stock_on_cpu.serves(
+        q, k, v, beta, geometry, mask, key_lengths, dropout_p, of_numbers=need_beta or need_mask
+    ) and stock_on_cpu.exact(lse)
     if whole and (less := centred(q, k, beta, geometry, key_lengths)) is not None:
-        masks: dict[str, Any] = {"mask": mask, "key_lengths": key_lengths}
-        far = not stock_on_cpu.exact(lse)  # so that what is left of it has few digits
-        lse = attend(q, less.keys, v, beta, geometry, **masks)[1] if far else lse - beta * less.shift
+        k = less.keys
+        lse = torch.where(_far(lse, beta), lse, lse - beta * less.shift)
         row_max = None if row_max is None else row_max - less.shift
-        found = attend_backward(
-            q, less.keys, v, beta, geometry, out, lse, grad_out, row_max=row_max, **masks, dropout_p=dropout_p,
-            seed=seed, need_beta=need_beta, need_mask=need_mask,
-        )  # fmt: skip
-        return found[0], found[1].to(k.dtype), *found[2:]
-    given = (q, k, v, beta, geometry, mask, key_lengths)
-    if stock_on_cpu.serves(*given, dropout_p, of_numbers=need_beta or need_mask) and stock_on_cpu.exact(lse):
-        found = stock_on_cpu.backward(*given, out, lse, grad_out, need_beta)
+    if by_torch:
+        found = stock_on_cpu.backward(q, k, v, beta, geometry, mask, key_lengths, out, lse, grad_out, need_beta)
         if all(x is None or stock_on_cpu.of_numbers(x) for x in found):  # products of what is not seen may overflow
-            return *found, None
+            return found[0], found[1].to(own), *found[2:], None
     call = Call(q, k, v, geometry, mask, key_lengths)
     gradients = _Gradients(call, need_mask)
     grad_value = torch.zeros_like(v)
@@ -248,7 +234,7 @@ def attend_backward(
                 span.put_rows(grad_beta, rows, d_beta.squeeze(-1))
         span.put_keys(gradients.dk, dk)
         span.put_keys(grad_value, dv)
-    return gradients.dq, gradients.dk, grad_value, grad_beta, gradients.dmask
+    return gradients.dq, gradients.dk.to(own), grad_value, grad_beta, gradients.dmask
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -332,6 +318,11 @@ class _Factor:
         return t.mul_(self.beta)
 
 
+def _far(lse: Tensor, beta: Tensor) -> Tensor:
+    """Which logsumexps are too far from 0 for the digits of differences."""
+    return ~(lse.abs() <= stock_on_cpu.LARGEST) & (beta > 0)
+
+
 def _normaliser(
     span: Span, rows: Rows, query: Tensor, factor: _Factor, lse: Tensor, row_max: Tensor | None, whole: bool
 ) -> tuple[Tensor, Tensor]:
@@ -349,7 +340,7 @@ def _normaliser(
         apart, top = factor.beta < 1.0, span.of_rows(row_max, rows)[..., None]
     centre = torch.where(empty, 0.0, torch.where(apart, top, lse / factor.beta))
     constant = torch.where(empty, hidden_logit(lse.dtype), torch.where(apart, factor.beta * top - lse, 0.0))
-    again = ~empty & (factor.hard | (factor.beta > 0) & ~(lse.abs() <= stock_on_cpu.LARGEST))
+    again = ~empty & (factor.hard | _far(lse, factor.beta))
     if not whole or not again.any():
         return centre, constant
     top, total = torch.full_like(centre, hidden_logit(lse.dtype)), torch.zeros_like(centre)
