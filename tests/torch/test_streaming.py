@@ -233,6 +233,26 @@ def test_logits_that_are_infinitely_far_below_others() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("keys", [3, 40])
+@pytest.mark.parametrize(
+    ("query", "key", "least", "beta"),
+    [(1e5, 1.0, -0.5, 1e34), (1e14, -1e14, 1.0, 1e12)],
+    ids=["beta * query", "all logits, below 0"],
+)
+def test_numbers_that_beta_makes_infinite(query: float, key: float, least: float, beta: float, keys: int) -> None:
+    """Of which torch's kernel makes zeros."""
+    generator = torch.Generator().manual_seed(0)
+    q = query * (1 + torch.rand(1, 1, 4, 8, generator=generator))
+    k, v = (
+        key * (least + torch.rand(1, 1, keys, 8, generator=generator)),
+        torch.randn(1, 1, keys, 8, generator=generator),
+    )
+    call: dict[str, Any] = {"policy": sharpmax.Constant(beta)}
+    found, expected = (scaled_dot_product_attention(q, k, v, impl=impl, **call) for impl in ("streaming", "reference"))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert float(expected.abs().max()) > 0.1
+
+
 def test_what_torch_kernel_cannot_do_exactly_is_for_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, 1, 6, 8) for _ in range(3))
     beta, geometry = torch.full((1, 1, 6), 2.0), Geometry(0.5, left=3, right=0)

@@ -34,7 +34,7 @@ def serves(
     """Whether torch's own kernel on the CPU does the same on ``beta * q``, in float32 or float64.
 
     A mask ``of_numbers`` is one whose gradient is asked for, or that which beta has through it: the kernel gives
-    neither. Of what is no number it makes 0 where there are few keys. What it gives may turn out not to be
+    neither. Of logits that are no numbers it makes 0, so none may be possible. What it gives may turn out not to be
     :func:`exact`.
     """
     if q.device.type != "cpu" or dropout_p > 0 or geometry.softcap > 0 or geometry.scale <= 0:
@@ -43,19 +43,17 @@ def serves(
         return False
     if of_numbers and mask is not None and mask.dtype != torch.bool:
         return False
-    numbers = _of_numbers(k)
+    dtype = accumulation(q.dtype)
+    of_queries, of_keys = (torch.linalg.vector_norm(x, dim=-1, dtype=dtype) for x in (q, k))
     if key_lengths is not None:
-        numbers |= torch.arange(k.shape[2]) >= key_lengths[:, None, None]
-    return all(bool(x.all()) for x in (beta.isfinite(), _of_numbers(q), numbers))
+        of_keys = of_keys.masked_fill(torch.arange(k.shape[2]) >= key_lengths[:, None, None], 0.0)
+    most = (of_queries * beta.abs()).amax() * of_keys.amax() * geometry.scale
+    return bool(most < torch.finfo(dtype).max)  # not so of what is no number
 
 
 def of_numbers(x: Tensor) -> bool:
     """Whether the sum is a number: all elements are, then. It takes a tenth of the time of asking each."""
-    return bool(_of_numbers(x.flatten()))
-
-
-def _of_numbers(x: Tensor) -> Tensor:
-    return x.sum(-1, dtype=accumulation(x.dtype)).isfinite()
+    return bool(x.sum(dtype=accumulation(x.dtype)).isfinite())
 
 
 def exact(lse: Tensor) -> bool:

@@ -146,9 +146,9 @@ def attend(
 
 
 def _overflowed(call: Call, lse: Tensor) -> bool:
-    """Whether beta times logits is infinite in all of a row that sees keys, whose sum is that of none."""
+    """Whether beta times what a mask adds is infinite in all of a row that sees keys, whose sum is that of none."""
     empty = lse == -math.inf
-    return bool(empty.any()) and bool((_counts(call)[empty] > 0).any())
+    return call.biased and bool(empty.any()) and bool((_counts(call)[empty] > 0).any())
 
 
 def _powers(
