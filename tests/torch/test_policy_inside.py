@@ -166,6 +166,26 @@ def test_what_auto_takes_on_a_gpu(
     assert choice.choose("auto", made, policy) == ("streaming" if expected == "streaming" else "triton")
 
 
+def test_auto_leaves_cudnn_where_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switched off, or where algorithms are to be deterministic."""
+    monkeypatch.setattr(choice, "compute_capability", lambda _: 9)
+    monkeypatch.setattr(choice, "triton_refusal", lambda *_: "")
+    x = torch.zeros(1, 2, 5, 8).half()
+    plain: Any = {"is_causal": False, "scale": None, "window": None, "softcap": None, "enable_gqa": False}
+    made = checked(x, x, x, None, None, **plain)
+
+    def chosen() -> str:
+        return choice.choose("auto", made, sharpmax.PAPER, may_round=True)
+
+    assert chosen() == "stock"
+    with monkeypatch.context() as changed:
+        changed.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+        assert chosen() == "triton"
+    with monkeypatch.context() as changed:
+        changed.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert chosen() == "triton"
+
+
 OWN: dict[str, tuple[dict[str, Any], bool]] = {
     "inference": ({}, True),
     "causal inference": ({"is_causal": True}, True),
