@@ -20,7 +20,6 @@ from ..core.policies import Constant, Policy
 from ..mechanisms import Mechanism, Window
 from ..torch import decode_attention, scaled_dot_product_attention, varlen_attention
 from ..torch.checks import needs_gradient
-from ..torch.choice import parameters_of
 from ..torch.decode import MOST_QUERIES
 from .keywords import REMEDY, check_keywords
 from .masks import Kind, describe, is_description
@@ -247,7 +246,7 @@ def _decodes(call: Call, dropout: float, impl: str) -> bool:
         and options["is_causal"] == "lower_right"
         and _is_key_mask(options["attn_mask"], query.shape[0], key.shape[2])
         and dropout == 0.0
-        and not needs_gradient(query, key, value, *parameters_of(call.policy))
+        and not needs_gradient(query, key, value)
         and not torch.is_autocast_enabled(query.device.type)
     )
 
