@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.policies import Detached, PerHead, Policy, is_hard, lowered
+from ..core.policies import Detached, Policy, is_hard, lowered
 from .checks import Inputs, differentiated, forward_mode, has_tangent, needs_gradient, transformed
 from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL
+from .learnable import parameters_of
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -164,13 +165,6 @@ def _refusal(impl: str, inputs: Inputs, policy: Policy | None, drops: bool) -> s
     if impl == "triton":
         return triton_refusal(inputs, policy)
     return _stock_refusal(inputs, policy) if impl == "stock" else ""
-
-
-def parameters_of(policy: Any) -> tuple[Tensor, ...]:
-    """The parameters of a policy that is a module, or of those of its heads that are."""
-    if isinstance(policy, PerHead):
-        return tuple(x for part in policy.policies for x in parameters_of(part))
-    return tuple(policy.parameters()) if isinstance(policy, torch.nn.Module) else ()
 
 
 def triton_refusal(inputs: Inputs, policy: Policy | None) -> str:

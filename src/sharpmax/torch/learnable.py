@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..core.policies import LearnableStructure
+from ..core.policies import LearnableStructure, PerHead
 from ..mechanisms import Mechanism, Temperature
 
 
@@ -51,3 +51,10 @@ class Learnable(torch.nn.Module):
     def extra_repr(self) -> str:
         """The structure, for ``repr``."""
         return repr(self.structure)
+
+
+def parameters_of(policy: Any) -> tuple[torch.Tensor, ...]:
+    """The parameters of a policy that is a module, or of those of its heads that are."""
+    if isinstance(policy, PerHead):
+        return tuple(x for part in policy.policies for x in parameters_of(part))
+    return tuple(policy.parameters()) if isinstance(policy, torch.nn.Module) else ()

@@ -23,8 +23,9 @@ from .. import ops
 from ..attention import Attention, row_betas, served_betas
 from ..blocks import accumulation
 from ..checks import Causal, Inputs, Window, check_policy, checked, full_precision, misfit, needs_gradient
-from ..choice import choose, parameters_of
+from ..choice import choose
 from ..geometry import Geometry, visible_counts
+from ..learnable import parameters_of
 from .group import Group, Member, check_agreement, check_device, member_of
 from .layout import Pair, Stop, check_layout, parts, route
 from .policies import beta_has_gradient, form_without_statistics
