@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core.policies import Detached, Policy, is_hard, lowered
 from .checks import Inputs, differentiated, forward_mode, has_tangent, needs_gradient, transformed
