@@ -65,6 +65,12 @@ POLICIES: dict[str, Any] = {
 """One policy for each head, so that a compilation serves several."""
 
 
+def set_sizes(monkeypatch: pytest.MonkeyPatch, sizes: blocks.Sizes) -> None:
+    """Those of blocks, whatever device JAX runs on."""
+    for device in ("CPU", "ACCELERATOR"):
+        monkeypatch.setattr(blocks, device, sizes)
+
+
 def inputs(dtype: str = "float64", *, seed: int = 0) -> list[jax.Array]:
     random = np.random.default_rng(seed)
     shapes = ((QUERIES, HEADS, COLUMNS), (KEYS, KEY_HEADS, COLUMNS), (KEYS, KEY_HEADS, VALUE_COLUMNS))

@@ -8,6 +8,7 @@ import json
 import os
 from typing import Any
 
+os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
 
 import jax

@@ -30,6 +30,7 @@ from tests.jax.attention_cases import (
     cotangent_of,
     inputs,
     quick,
+    set_sizes,
     with_gradients,
 )
 
@@ -52,7 +53,7 @@ def test_policies(policy: str, impl: str) -> None:
 
 @pytest.mark.usefixtures("wide")
 def test_streaming_with_all_pairs_at_once_matches_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "CPU", blocks.Sizes(rows=8, keys=5, together=True))
+    set_sizes(monkeypatch, blocks.Sizes(rows=8, keys=5, together=True))
     compare("streaming", **MASKS["bias"], **MASKS["lengths"])
 
 

@@ -18,7 +18,7 @@ import sharpmax.flax
 import sharpmax.jax
 from sharpmax.jax import blocks, dot_product_attention, reference, streaming
 from tests.jax import oracle
-from tests.jax.attention_cases import close, inputs, quick
+from tests.jax.attention_cases import close, inputs, quick, set_sizes
 
 stream = functools.partial(dot_product_attention, impl="streaming")
 
@@ -35,14 +35,18 @@ def largest_intermediate(jaxpr: Any) -> int:
 
 
 @pytest.mark.parametrize("kw", [{}, {"softcap": 5.0, "local_window_size": (64, 0)}], ids=["full", "window"])
-def test_memory_of_a_training_step_grows_with_length(kw: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("sizes", "share"), [(blocks.CPU, 64), (blocks.ACCELERATOR, 16)], ids=["cpu", "accelerator"])
+def test_memory_of_a_training_step_grows_with_length(
+    kw: dict[str, Any], sizes: blocks.Sizes, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_sizes(monkeypatch, sizes)
     largest = {}
     for length in (4096, 8192):
         x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
         step = jax.make_jaxpr(jax.grad(functools.partial(loss, **kw), (0, 1, 2)))(x, x, x)
         largest[length] = largest_intermediate(step.jaxpr)
     assert largest[8192] <= 2 * largest[4096]
-    assert largest[8192] < 8192 * 8192 / 64
+    assert largest[8192] < 8192 * 8192 / share
 
 
 def test_compiled_memory_is_far_below_that_of_the_logits() -> None:
@@ -55,7 +59,7 @@ def test_compiled_memory_is_far_below_that_of_the_logits() -> None:
 @pytest.fixture
 def block_counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Which blocks of keys are computed, noted as they are."""
-    monkeypatch.setattr(blocks, "CPU", blocks.Sizes(rows=8, keys=8, together=False))
+    set_sizes(monkeypatch, blocks.Sizes(rows=8, keys=8, together=False))
     seen: list[int] = []
     real = blocks.Pair._block
 

@@ -133,7 +133,7 @@ def test_modes_of_functions_and_profilers_see_the_operator(ways: list[str]) -> N
     with Calls() as calls:
         doubled(torch.randn(2, 2), [1.0], None)
     assert any("doubled" in name for name in calls.seen)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         doubled(torch.randn(2, 2), [1.0], None)
     assert "sharpmax_tests::doubled" in [event.key for event in profile.key_averages()]
     assert ways == ["operator", "function"] * 2

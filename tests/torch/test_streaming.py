@@ -224,10 +224,11 @@ def test_logits_that_are_infinitely_far_below_others() -> None:
     q, k = (torch.randn(1, 1, 8, 8, generator=generator) for _ in range(2))
     q[0, 0, 1] = 1e20
     k[0, 0, 5] = -1e20
+    v = torch.randint(-4, 5, (1, 1, 8, 8), generator=generator).float()  # sums are exact: 1e20 multiplies no rounding
     found = []
     for impl in ("streaming", "reference"):
-        leaves = [x.clone().requires_grad_() for x in (q, k)]
-        out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[1], impl=impl, return_stats=True)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], impl=impl, return_stats=True)
         found.append([out.output, out.stats.entropy, out.beta, *torch.autograd.grad(out.output.sum(), leaves)])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -94,7 +94,7 @@ def test_calls_work_and_those_for_triton_say_what_to_install() -> None:
 
 COLLECT = """
 import pytest
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *FOLDERS]))
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", *FOLDERS]))
 """
 
 

@@ -111,6 +111,7 @@ def test_an_offset_of_all_logits_costs_few_digits(two: World) -> None:
     compare(assembled(two.run(together, *call, "zigzag", **given), "zigzag"), alone(*call, **given), 1e-8)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo sends tensors of a CPU")
 def test_the_kernels_work_on_pairs_of_shards(two: World) -> None:
     pytest.importorskip("triton")
     call = (Shape(batch=1, heads=2, key_heads=1, tokens=16), torch.float32, sharpmax.PAPER)
