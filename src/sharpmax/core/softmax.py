@@ -67,7 +67,9 @@ def _weights(xp: Any, x: Array, where: Array | None, beta: Array) -> tuple[Array
     scaled = xp.exp(xp.where(dropped, -math.inf, exponent))
     total = xp.sum(scaled, axis=-1, keepdims=True)
     weights = scaled / xp.where(total == 0, 1.0, total)
-    return xp.astype(weights, x.dtype, copy=False), shift
+    # No cast that does nothing: the output would have two nodes in a compiled graph, and torch 2.11 loses its gradient
+    # then (https://github.com/pytorch/pytorch/issues/180642).
+    return weights if weights.dtype == x.dtype else xp.astype(weights, x.dtype), shift
 
 
 def _weights_backward(

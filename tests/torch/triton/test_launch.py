@@ -208,6 +208,43 @@ def test_every_launch_stands_for_one_kernel() -> None:
     assert wrong == "[]"
 
 
+LENGTHS_OF_1 = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from sharpmax.torch.geometry import Geometry
+from sharpmax.torch.triton import gradient, launch, prefill, tiles
+
+class Driver:
+    get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+def run(self, given):
+    arguments = self.arguments.copy()
+    for i, name, _ in self.filled:
+        arguments[i] = given[name]
+    compiled = self.kernel.warmup(*arguments, grid=self.grid, **self.options)
+    products = compiled.asm["ptx"].count("wgmma.mma_async") > 0
+    print("kernel", *(compiled.src.signature[name] for name in ("q_len", "k_len")), products)
+
+driver.set_active(Driver())
+launch.Launch._run, launch.check_device, tiles._large_memory = run, lambda *_: None, lambda _: True
+for keys, heads in ((6, 1), (1, 2)):
+    q, k = (torch.zeros(1, n, length, 16, dtype=torch.float16) for n, length in ((heads, 1), (1, keys)))
+    rows = torch.ones(1, heads, 1)
+    given = {"out": q, "grad_out": q, "lse": rows, "row_max": rows, "grad_sum": rows}
+    gradient.backward(q, k, k, rows, Geometry(1.0), **given)
+prefill.row_stats(q, k, Geometry(1.0))
+prefill.attend(q, k, k, rows, Geometry(1.0))
+"""
+
+
+def test_lengths_of_1_compile_for_hopper_without_a_gpu_and_are_no_constants() -> None:
+    """With those, Triton 3.6 failed at one query with one key in grouped heads, and its ptxas at one with several."""
+    found = [line for line in printed(LENGTHS_OF_1).splitlines() if line.startswith("kernel")]
+    assert found == ["kernel i32 i32 True"] * 6
+
+
 @pytest.mark.gpu
 def test_compiled_kernels_are_launched_again_with_other_tensors_numbers_and_places() -> None:
     if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """Attention with beta: ``softmax(beta * z) v``, where beta meets the logits in float32."""
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false
 
 import triton
 import triton.language as tl
@@ -67,8 +67,8 @@ def attend_kernel(
     stride_mk,
     heads,
     group,
-    q_len,
-    k_len,
+    q_len: tl.int32,
+    k_len: tl.int32,
     documents,
     steps,
     left,

@@ -15,7 +15,7 @@ Where it is not attention that follows the statistics but ``beta * q`` (SCALED),
 gets ``beta d_out`` besides.
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false
 
 import triton
 import triton.language as tl
@@ -117,7 +117,8 @@ def query_kernel(
     stride_qb, stride_qh, stride_ql, stride_qd, stride_kb, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vh, stride_vl, stride_vd, stride_gb, stride_gh, stride_gl, stride_gd,
     stride_mb, stride_mh, stride_mq, stride_mk,
-    heads, group, q_len, k_len, documents, steps, left, right, limit, unit, scale, scale2, cap2, dropout_p, seed,
+    heads, group, q_len: tl.int32, k_len: tl.int32, documents, steps,
+    left, right, limit, unit, scale, scale2, cap2, dropout_p, seed,
     c0, c1, c2, c3, c4, c5, c6, c7, policy_low, policy_high, threshold, floor,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr,
@@ -280,7 +281,8 @@ def key_kernel(
     stride_qb, stride_qh, stride_ql, stride_qd, stride_kb, stride_kh, stride_kl, stride_kd,
     stride_vb, stride_vh, stride_vl, stride_vd, stride_gb, stride_gh, stride_gl, stride_gd,
     stride_mb, stride_mh, stride_mq, stride_mk,
-    heads, group, q_len, k_len, documents, steps, left, right, limit, unit, scale, scale2, cap2, dropout_p, seed,
+    heads, group, q_len: tl.int32, k_len: tl.int32, documents, steps,
+    left, right, limit, unit, scale, scale2, cap2, dropout_p, seed,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr,
     LOWER_RIGHT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGES: tl.constexpr, MASK: tl.constexpr,

@@ -10,6 +10,10 @@ show it. What is made of the three (the log of the sum of exponentials, the entr
 relative to.
 
 A mask is told by MASK: 0 for none, 1 for a boolean one, 2 for a bias. LEFT and RIGHT say whether the band is bounded.
+
+Kernels name the type of lengths, since Triton makes a constant of a 1 whose type is not named. Loops would be known to
+be empty, and compilers fail at what their pipelines leave behind: ptxas (12.8, 12.9) crashes at a wait for products
+where there are none, Triton gives up on descriptors made in a loop that has no loop inside.
 """
 
 # pyright: reportArgumentType=false

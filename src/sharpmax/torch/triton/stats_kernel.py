@@ -1,6 +1,6 @@
 """Row statistics, and beta and ``beta * q`` of a lowered policy, in one pass over the keys; the policy's gradient."""
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false
 
 import triton
 import triton.language as tl
@@ -62,8 +62,8 @@ def stats_kernel(
     stride_mk,
     heads,
     group,
-    q_len,
-    k_len,
+    q_len: tl.int32,
+    k_len: tl.int32,
     documents,
     steps,
     left,
