@@ -49,6 +49,8 @@ CASES = (
     Case("small and narrow", heads=4, key_heads=2, queries=300, keys=300, geometry=CAUSAL, **NARROW),
     Case("many rounds", batch=8, heads=16, key_heads=16, queries=1300, keys=200, geometry=FULL, **WIDE),
     Case("many causal rounds", batch=8, heads=16, key_heads=16, queries=1300, keys=1300, geometry=CAUSAL, **WIDE),
+    Case("whole tiles of keys alone", heads=2, key_heads=2, queries=300, keys=256, geometry=FULL, **WIDE),
+    Case("the same, narrow", heads=2, key_heads=2, queries=300, keys=256, geometry=FULL, **NARROW),
 )
 
 

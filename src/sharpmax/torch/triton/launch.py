@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...core.policies.base import Lowered
 from ..geometry import ALL, LARGEST_HEAD, Geometry
+from .assembler import sound_assembler
 from .blocks import BIAS, BOOLEAN, NONE
 from .policy import policy_values
 from .tiles import Tiles
@@ -170,7 +171,8 @@ class Launch:
         if self.again is not None and aligned and kinds == self.kinds:
             self.again(*arguments)
             return
-        compiled = self.kernel[self.grid](*arguments, **self.options)
+        with sound_assembler(self.kernel) as more:
+            compiled = self.kernel[self.grid](*arguments, **self.options, **more)
         # The interpreter compiles nothing.
         if self.again is None and aligned and compiled is not None and version() >= ALL_ARGUMENTS:
             self.kinds, self.again = kinds, compiled[self.grid]
