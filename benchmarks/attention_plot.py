@@ -1,6 +1,6 @@
 """Time and memory of attention against length, from the results of ``benchmarks.attention``.
 
-python -m benchmarks.attention_plot [--results FILE] [--out FILE]
+python -m benchmarks.attention_plot [--results FILE ...] [--out FILE]
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ SHOWN = {
 }
 
 
-def drawn(results: dict[str, Any]) -> Any:
+def drawn(results: list[dict[str, Any]]) -> Any:
     """Forward passes, causal, 128 columns; one head of one sequence, so that all lengths compare."""
-    cases = [c for c in results["results"] + results["long"] if c["causal"] and c["shape"][3] == 128]
+    found = [case for file in results for part in ("results", "long") for case in file.get(part, [])]
+    cases = [c for c in found if c["causal"] and c["shape"][3] == 128]
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for name, (label, colour, marker) in SHOWN.items():
         found = [(c["shape"], c["times"][name]) for c in cases if (c["times"].get(name) or {}).get("ms") is not None]
@@ -44,11 +45,13 @@ def drawn(results: dict[str, Any]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "attention_cuda.json")
+    files = [ROOT / "benchmarks" / "results" / f"attention_{name}cuda.json" for name in ("", "million_")]
+    parser.add_argument("--results", type=Path, nargs="+", default=files)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "attention.png")
     arguments = parser.parse_args()
     mpl.use("Agg")
-    drawn(json.loads(arguments.results.read_text(encoding="utf-8"))).savefig(arguments.out, dpi=150)
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.results]
+    drawn(results).savefig(arguments.out, dpi=150)
 
 
 if __name__ == "__main__":

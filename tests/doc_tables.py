@@ -73,15 +73,13 @@ def shown(time: dict[str, Any]) -> str:
 
 
 def attention_results() -> list[dict[str, Any]]:
-    """Results of attention on a GPU, with later times of what was measured again. Each knows its own run's cuDNN."""
-    again = {
-        (*case["shape"], case["causal"]): case["times"]
-        for case in load("benchmarks/results/attention_gradient_cuda.json")["results"]
-    }
-    return [
-        case | {"times": case["times"] | again.get((*case["shape"], case["causal"]), {})}
-        for case in load("benchmarks/results/attention_cuda.json")["results"]
-    ]
+    """Results of attention on a GPU."""
+    return load("benchmarks/results/attention_cuda.json")["results"]
+
+
+def long_results() -> list[dict[str, Any]]:
+    """Those of lengths at which one run takes seconds; a million tokens are of a run of their own."""
+    return [case for name in ("", "million_") for case in load(f"benchmarks/results/attention_{name}cuda.json")["long"]]
 
 
 def attention_speed() -> str:
@@ -112,7 +110,7 @@ def attention_speed() -> str:
 def attention_lengths() -> str:
     """Times from 4,096 tokens on, and those of cuDNN and of Figure 4."""
     lines = []
-    for case in attention_results() + load("benchmarks/results/attention_cuda.json")["long"]:
+    for case in attention_results() + long_results():
         batch, heads, length, width = case["shape"]
         if length < MAIN[2]:
             continue
@@ -131,7 +129,7 @@ def attention_lengths() -> str:
 def attention_memory() -> str:
     """The peak of memory beyond inputs, at 131,072 and 1,048,576 tokens."""
     lines = []
-    for case in load("benchmarks/results/attention_cuda.json")["long"]:
+    for case in long_results():
         batch, heads, length, width = case["shape"]
         for what in DIRECTIONS:
             times = [case["times"].get(f"{name} {what}") for name in ("cudnn", "auto", "stock")]
@@ -369,13 +367,14 @@ def report_kind(report: dict[str, Any]) -> tuple[str, ...]:
 def attention_ranges(least: int) -> dict[str, str]:
     """The smallest and the largest multiple of cuDNN's time, from ``least`` tokens on, in the words of the pages."""
     cases = [case for case in attention_results() if case["shape"][2] >= least]
-    long = load("benchmarks/results/attention_cuda.json")["long"]  # whose gradient is that of a kernel before
+    long = long_results()
     wide, narrow = ([case for case in cases if (case["shape"][3] == MAIN[3]) is of_main] for of_main in (True, False))
+    trained = [case for case in long if "auto forward+backward" in case["times"]]
     names = {
         "forward": ("auto forward", cases + long),
         "wide forward": ("auto forward", wide + long),
         "narrow forward": ("auto forward", narrow),
-        "backward": ("auto forward+backward", wide),
+        "backward": ("auto forward+backward", wide + trained),
         "narrow backward": ("auto forward+backward", narrow),
         "detached": ("auto forward+backward, detached", cases),
     }
@@ -391,17 +390,9 @@ def attention_ranges(least: int) -> dict[str, str]:
     return ranges
 
 
-def change_of_the_gradient() -> str:
-    """A training step with the kernels of the gradient as they are, as multiples of its time with those before."""
-    before = [case["times"] for case in load("benchmarks/results/attention_cuda.json")["results"]]
-    after = [case["times"] for case in attention_results()]
-    name = "auto forward+backward"
-    return extremes([b[name]["ms"] / a[name]["ms"] for a, b in zip(before, after, strict=True) if a[name] != b[name]])
-
-
 def detached_memory() -> str:
     """Peak memory of a training step with a detached policy as a multiple of cuDNN's, from 4,096 tokens on."""
-    cases = load("benchmarks/results/attention_cuda.json")["results"]
+    cases = attention_results()
     names = ("auto forward+backward, detached", "cudnn forward+backward")
     peaks = [[case["times"][name]["peak_mb"] for name in names] for case in cases if case["shape"][2] >= MAIN[2]]
     (ratio,) = {f"{ours / theirs:.2f}" for ours, theirs in peaks}
@@ -432,7 +423,7 @@ def attention_phrases() -> list[str]:
 
 def short_phrases() -> list[str]:
     """What docs/attention_performance.md says of lengths below 4,096."""
-    cases = [case for case in load("benchmarks/results/attention_cuda.json")["results"] if case["shape"][2] < MAIN[2]]
+    cases = [case for case in attention_results() if case["shape"][2] < MAIN[2]]
     times = {what: [case["times"][f"auto {what}"]["ms"] for case in cases] for what in DIRECTIONS}
     forward, both = (f"{min(times[what]):.2f} to {max(times[what]):.2f} ms" for what in DIRECTIONS)
 
@@ -506,9 +497,8 @@ def attention_doc_phrases() -> list[str]:
         f"{ranges['flash forward']} times as long as FlashAttention 2 (at 64 columns "
         f"{ranges['narrow flash forward']} times)",
         f"forward and backward together take {ranges['backward']} times as long as cuDNN's (at 64 columns "
-        f"{ranges['narrow backward']} times), and {ranges['flash forward+backward']} times as long as FlashAttention 2 "
-        f"(at 64 columns {ranges['narrow flash forward+backward']} times)",
-        f"which made a training step take {change_of_the_gradient()} times as long",
+        f"{ranges['narrow backward']} times), and, up to 32,768 tokens, {ranges['flash forward+backward']} times as "
+        f"long as FlashAttention 2 (at 64 columns {ranges['narrow flash forward+backward']} times)",
     ]
 
 
