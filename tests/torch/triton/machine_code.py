@@ -25,6 +25,15 @@ class Instruction(NamedTuple):
     jumps: int | None
     goes_on: bool
 
+    @property
+    def copies(self) -> bool:
+        """Whether it copies a register, which is no use of it: halves of pairs are copied that nobody reads."""
+        return bool(self.reads) and "UMOV" in self.text
+
+    def after(self, known: frozenset[int]) -> frozenset[int]:
+        """What is set behind it, where ``known`` is set before."""
+        return known - self.sets if self.copies and not self.reads <= known else known | self.sets
+
 
 def registers(operand: str, count: int = 1) -> set[int]:
     """The numbers of the uniform registers in an operand: ``count`` are taken together, or two where it says so."""
@@ -73,7 +82,7 @@ def read_before_set(code: str) -> list[str]:
         waiting = [start]
         while waiting:
             i = waiting.pop()
-            after = known[i] | found[i].sets
+            after = found[i].after(known[i])
             jump = found[i].jumps
             ways = [] if jump is None else [place[jump]]
             for way in [*ways, *([i + 1] if found[i].goes_on and i + 1 < len(found) else [])]:
@@ -81,4 +90,4 @@ def read_before_set(code: str) -> list[str]:
                 if known.get(way) != both:
                     known[way] = both
                     waiting.append(way)
-    return [f"{x.address:x} {x.text}" for i, x in enumerate(found) if x.reads - known[i]]
+    return [f"{x.address:x} {x.text}" for i, x in enumerate(found) if x.reads - known[i] and not x.copies]

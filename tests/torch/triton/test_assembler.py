@@ -28,6 +28,7 @@ LOOPS = """
 def test_registers_that_some_way_does_not_set_are_found() -> None:
     product = "80 HGMMA.64x16x16.F32 R56, R24, gdesc[UR10].tnspB, R56"
     assert read_before_set(LOOPS.format(place="/*0070*/  NOP ;")) == [product]
+    assert read_before_set(LOOPS.format(place="/*0070*/  UMOV UR13, UR9 ;")) == [product]
     assert read_before_set(LOOPS.format(place="/*0070*/  ULDC.64 UR12, c[0x0][0x208] ;")) == []
     assert read_before_set(LOOPS.format(place="/*0070*/  UIADD3 UR12, UP0, UR12, 0x20, URZ ;")) == [
         "70 UIADD3 UR12, UP0, UR12, 0x20, URZ",
