@@ -13,6 +13,8 @@ LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
 GUARD = re.compile(r"@!?(U?P\w+)\s+")
 WITHOUT_RESULT = ("UTMA", "UBLK", "SYNCS", "USTS", "UCGABAR")
 """Instructions whose first operand is read, though they begin like those that set it."""
+NOT_FOLLOWED = re.compile(r"(CALL|JMP|JMX|RET|BRX\.|WARPSYNC\.COLLECTIVE)\b")
+"""Ways through the code that are not known here."""
 
 
 class Instruction(NamedTuple):
@@ -53,39 +55,49 @@ def instruction(address: int, text: str) -> Instruction:
     operands = [operand.strip() for operand in rest.split(",")]
     pairs = 2 if ".64" in name or "WIDE" in name else 1
     is_uniform = name.startswith(("U", "S2UR", "R2UR", "REDUX", "VOTEU")) and not name.startswith(WITHOUT_RESULT)
+    result = 1 if re.match(r"U?P[\dT]", operands[0]) and not name.startswith("UISETP") else 0  # a predicate comes first
     reads, sets = set(), set()
     for i, operand in enumerate(operands):
         if operand.startswith("gdesc["):
             reads |= of_tiles(operand, i)
-        elif is_uniform and i == 0:
+        elif is_uniform and i == result:
             sets |= registers(operand, pairs)
         else:
             reads |= registers(operand, pairs if name == "UIADD3.64" else 1)
-    target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
-    ends = name in ("EXIT", "BRA") and guard is None and not re.match(r"!?U?P\d", operands[0])
+    branches = name.partition(".")[0] == "BRA"
+    target = re.search(r"0x([0-9a-f]+)", rest) if branches else None
+    always = guard is None and name in ("EXIT", "BRA") and not re.match(r"!?U?P\d", operands[0])
     return Instruction(
-        address, text, frozenset(reads), frozenset(sets), int(target[1], 16) if target else None, not ends
+        address, text, frozenset(reads), frozenset(sets), int(target[1], 16) if target else None, not always
     )
 
 
 def read_before_set(code: str) -> list[str]:
-    """The instructions that read a uniform register which some way to them does not set."""
+    """The instructions that read a uniform register which some way to them does not set.
+
+    What is set on a condition counts as set. Of what copies of tiles are told by, the first registers alone are known.
+    """
     found = [instruction(int(m[1], 16), m[2]) for m in LINE.finditer(code)]
+    strange = [x.text for x in found if NOT_FOLLOWED.search(x.text)]
+    if not found or strange:
+        raise ValueError(f"expected code whose ways are known, got {strange or 'none'}")
     place = {x.address: i for i, x in enumerate(found)}
-    known: dict[int, frozenset[int]] = {}
+    ways = [
+        ([] if x.jumps is None else [place[x.jumps]]) + ([i + 1] if x.goes_on and i + 1 < len(found) else [])
+        for i, x in enumerate(found)
+    ]
     table = next((i for i, x in enumerate(found) if "BRX" in x.text.split()), 0)
+    known: dict[int, frozenset[int]] = {0: frozenset()}
     for start in range(len(found)):
-        if start in known:
+        if start in known and start > 0:
             continue
-        # What nothing leads to is where a table of jumps leads, by which warps go their ways.
-        known[start] = known.get(table, frozenset())
-        waiting = [start]
+        # A table of jumps, by which warps go their ways, leads to what follows it and to where nothing else leads.
+        ways[table] += [start] * (start > 0)
+        waiting = [table if start else 0]
         while waiting:
             i = waiting.pop()
             after = found[i].after(known[i])
-            jump = found[i].jumps
-            ways = [] if jump is None else [place[jump]]
-            for way in [*ways, *([i + 1] if found[i].goes_on and i + 1 < len(found) else [])]:
+            for way in ways[i]:
                 both = after & known.get(way, after)
                 if known.get(way) != both:
                     known[way] = both
