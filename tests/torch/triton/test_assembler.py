@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from sharpmax.torch.triton import assembler
+from sharpmax.torch.triton import assembler, hopper
 from sharpmax.torch.triton.launch import Launch, version
 from tests.torch.triton.compiled import LAUNCHES, printed
 from tests.torch.triton.machine_code import read_before_set
@@ -121,28 +121,33 @@ class Kernel(triton.JITFunction):
 
 
 @pytest.mark.parametrize(
-    ("used", "other", "arch", "expected"),
+    ("used", "other", "arch", "expected", "sound"),
     [
-        ("12.8", "12.9", 90, ({"ptx_options": "-v"}, "other")),
-        ("12.8", "13.1", 90, ({}, None)),
-        ("12.8", "12.8", 90, ({}, None)),
-        ("12.8", None, 90, ({}, None)),
-        ("12.9", "13.4", 90, ({}, None)),
-        ("12.8", "12.9", 80, ({}, None)),
+        ("12.8", "12.9", 90, ({"ptx_options": "-v"}, "other"), True),
+        ("12.8", "13.1", 90, ({}, None), False),
+        ("12.8", "12.8", 90, ({}, None), False),
+        ("12.8", None, 90, ({}, None), False),
+        ("12.9", "13.4", 90, ({}, None), True),
+        ("12.8", "12.9", 80, ({}, None), True),
     ],
 )
 def test_launches_pass_over_the_broken_assembler_for_a_sound_one(
-    used: str, other: str | None, arch: int, expected: Any, monkeypatch: pytest.MonkeyPatch
+    used: str, other: str | None, arch: int, expected: Any, sound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = Tools(used, other)
     kernel = Kernel(tools)
     target = SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch=arch))
     monkeypatch.setattr(assembler, "_tools", lambda: tools)
+    monkeypatch.setattr(assembler, "_state", assembler._state.__wrapped__)
     monkeypatch.setattr(assembler, "_remember_the_version", lambda: None)
     monkeypatch.setattr(triton.runtime.driver, "_active", target)
     Launch(kernel, 1, {}, {})._run({"x": torch.zeros(2)})
     assert kernel.seen == [expected]
     assert "ptxas" not in vars(tools)
+    monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
+    monkeypatch.setattr(hopper, "RUN_WITH", (version(),))
+    monkeypatch.setattr(hopper, "processors", lambda _: 132)
+    assert hopper.known_processors(torch.device("cuda")) == 132 * sound
 
 
 def test_an_assembler_that_was_set_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:

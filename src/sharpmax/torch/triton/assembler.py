@@ -9,6 +9,7 @@ may be too new for a driver. There, and where there is none, the environment var
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -44,22 +45,33 @@ def sound_assembler(kernel: Any) -> Iterator[dict[str, str]]:
                 values["ptxas"] = before
 
 
+def is_sound() -> bool:
+    """Whether kernels for Hopper are compiled by an assembler that is not the broken one."""
+    return _state() != "broken"
+
+
 def _newer() -> str | None:
-    """Where the newer assembler lies, if the one that Triton would take for the current GPU is broken."""
-    tools = _tools()
-    if torch.version.hip is not None or "ptxas_blackwell" not in dir(tools):
-        return None
-    try:
-        used, other = (_version(tool) for tool in (tools.ptxas, tools.ptxas_blackwell))
-    except RuntimeError:  # one of them is missing
-        return None
-    if used != BROKEN or not BROKEN < other < (BROKEN[0] + 1,):
+    """Where another assembler lies, if the one that Triton takes for the current GPU is broken."""
+    if _state() != "replaced":
         return None
     target: Any = triton.runtime.driver.active.get_current_target()
     if target.arch != HOPPER:
         return None
     _remember_the_version()
-    return tools.ptxas_blackwell.path
+    return _tools().ptxas_blackwell.path
+
+
+@functools.cache
+def _state() -> str:
+    """Of what Triton compiles with for Hopper: "sound", "replaced" by another one that it has, or "broken"."""
+    tools = _tools()
+    if torch.version.hip is not None or tools is None:
+        return "sound"
+    with _COMPILING:  # not while another one is in its place
+        used, other = (_version(tools, name) for name in ("ptxas", "ptxas_blackwell"))
+    if used != BROKEN:
+        return "sound"
+    return "replaced" if BROKEN < other < (BROKEN[0] + 1,) else "broken"
 
 
 def _remember_the_version() -> None:
@@ -69,8 +81,12 @@ def _remember_the_version() -> None:
     get_ptxas_version(HOPPER)
 
 
-def _version(tool: Any) -> tuple[int, ...]:
-    return tuple(int(part) for part in tool.version.split("."))
+def _version(tools: Any, name: str) -> tuple[int, ...]:
+    """That of an assembler, nothing where there is none."""
+    try:
+        return tuple(int(part) for part in getattr(tools, name).version.split("."))
+    except (AttributeError, RuntimeError):
+        return ()
 
 
 def _tools() -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..geometry import ALL, Geometry
+from .assembler import is_sound
 from .launch import OPTIONS, Form, Launch, Making, form_of, version
 
 LINES = 64
@@ -102,7 +103,8 @@ def fills(shape: Sequence[int], rows: int, causal: bool, count: int) -> bool:
 
 def known_processors(device: torch.device) -> int:
     """How many processors a GPU has that the kernels are known to run on, 0 for any other device."""
-    return processors(device) if is_hopper(device) and version() in RUN_WITH else 0
+    known = is_hopper(device) and version() in RUN_WITH and is_sound()
+    return processors(device) if known else 0
 
 
 def stats_launch(q: Form, k: Form, shared: dict[str, Any], policy: dict[str, Any], scaled_query: bool) -> Launch:
