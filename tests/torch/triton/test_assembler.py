@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 import triton
 
 from sharpmax.torch.triton import assembler, hopper
