@@ -62,6 +62,10 @@ def test_other_devices_and_versions_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     monkeypatch.setattr(hopper, "RUN_WITH", ())
     assert "versions of Triton" in decode_hopper.refusal(*tensors, None, None, None, -1)
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+    assert not decode_hopper.refusal(*tensors, None, None, None, -1)
+    monkeypatch.setattr(hopper, "is_sound", lambda: False)
+    assert "versions of Triton" in decode_hopper.refusal(*tensors, None, None, None, -1)
 
 
 @pytest.mark.usefixtures("as_on_hopper")

@@ -51,7 +51,7 @@ def refusal(
     left: int,
 ) -> str:
     """What the kernel does not serve of a call, or nothing where it serves all of it."""
-    if not hopper.is_hopper(query.device) or hopper.version() not in hopper.RUN_WITH:
+    if not hopper.known_processors(query.device):
         return "other than Hopper GPUs and the versions of Triton that it was run with"
     if mask is not None:
         return "a mask"
