@@ -11,6 +11,7 @@ from .blocks import (
     assigned,
     edge_block,
     edge_blocks,
+    entries,
     kept,
     key_range,
     logits,
@@ -125,21 +126,19 @@ def attend_kernel(
     result = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     k = matrix(k, keys, stride_kl, KEYS, BLOCK_D, D, TMA)
     v = matrix(v, keys, stride_vl, KEYS, BLOCK_DV, DV, TMA)
-    low, a, b, high = key_range(first, queries, keys, shift, left, right, ROWS, KEYS, LEFT, RIGHT, MASK)
-    if MASK == 0:
-        for start in range(a, b, KEYS):
-            block = tile(k, start, keys, stride_kl, stride_kd, KEYS, BLOCK_D, D, False, TMA)
-            product = tl.dot(query, tl.trans(block), input_precision="ieee")
-            key = start + tl.arange(0, KEYS)[None, :]
-            raw, _, _ = logits(
-                product, row, key, True, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
-            )
-            power, fade, highest, total = _fold(raw, True, factor, highest, total, False)
-            if DROPOUT:
-                keep = kept(seed, sequence, q_start + row, k_start + key, dropout_p)
-                power = tl.where(keep, power * factor_left, 0.0)
-            values = tile(v, start, keys, stride_vl, stride_vd, KEYS, BLOCK_DV, DV, False, TMA)
-            result = tl.dot(power.to(values.dtype), values, result * fade[:, None], input_precision="ieee")
+    low, a, b, high = key_range(first, queries, keys, shift, left, right, ROWS, KEYS, LEFT, RIGHT)
+    for start in range(a, b, KEYS):
+        block = tile(k, start, keys, stride_kl, stride_kd, KEYS, BLOCK_D, D, False, TMA)
+        product = tl.dot(query, tl.trans(block), input_precision="ieee")
+        key = start + tl.arange(0, KEYS)[None, :]
+        entry = entries(mask, row, key, row < queries, stride_mq, stride_mk, MASK)
+        raw, visible, _ = logits(product, entry, True, limit, scale2, cap2, MASK, CAP, BENT, False)
+        power, fade, highest, total = _fold(raw, visible, factor, highest, total, MASK != 0)
+        if DROPOUT:
+            keep = kept(seed, sequence, q_start + row, k_start + key, dropout_p)
+            power = tl.where(keep, power * factor_left, 0.0)
+        values = tile(v, start, keys, stride_vl, stride_vd, KEYS, BLOCK_DV, DV, False, TMA)
+        result = tl.dot(power.to(values.dtype), values, result * fade[:, None], input_precision="ieee")
     if EDGES:
         for i in range(edge_blocks(low, a, b, high, KEYS)):
             start = edge_block(i, low, a, b, KEYS)
@@ -147,9 +146,8 @@ def attend_kernel(
             product = tl.dot(query, tl.trans(block), input_precision="ieee")
             key = start + tl.arange(0, KEYS)[None, :]
             visible = seen(row, key, queries, keys, shift, left, right, LEFT, RIGHT)
-            raw, visible, _ = logits(
-                product, row, key, visible, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
-            )
+            entry = entries(mask, row, key, visible, stride_mq, stride_mk, MASK)
+            raw, visible, _ = logits(product, entry, visible, limit, scale2, cap2, MASK, CAP, BENT, True)
             power, fade, highest, total = _fold(raw, visible, factor, highest, total, True)
             if DROPOUT:
                 keep = kept(seed, sequence, q_start + row, k_start + key, dropout_p)

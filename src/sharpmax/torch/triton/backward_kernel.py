@@ -28,6 +28,7 @@ from .blocks import (
     assigned,
     edge_block,
     edge_blocks,
+    entries,
     kept,
     key_range,
     logits,
@@ -67,29 +68,29 @@ def _weights(raw, visible, factor, lse, MASKED: tl.constexpr):
 
 @triton.jit
 def _query_step(
-    start, query, d_out, d_query, d_beta, excess, mean,
+    start, entry, query, d_out, d_query, d_beta, excess, mean,
     k, v, mask, row, factor, inverse, lse, delta, highest, d_sum, d_moment,
     stride_kl, stride_kd, stride_vl, stride_vd, stride_mq, stride_mk,
     q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2, sequence, dropout_p, seed,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, KEYS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, BENT: tl.constexpr,
     DROPOUT: tl.constexpr, ATTEND: tl.constexpr, STATS: tl.constexpr, NEED_BETA: tl.constexpr,
-    NEED_QUERY: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    NEED_QUERY: tl.constexpr, TMA: tl.constexpr, AHEAD: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """What one block of keys adds to dq and dbeta."""
-    block = tile(k, start, keys, stride_kl, stride_kd, KEYS, BLOCK_D, D, MASKED, TMA)
+    """What one block of keys adds to dq and dbeta; ``entry`` is that of the mask where it was fetched ahead."""
+    block = tile(k, start, keys, stride_kl, stride_kd, KEYS, BLOCK_D, D, EDGE, TMA)
     product = tl.dot(query, tl.trans(block), input_precision="ieee")
     key = start + tl.arange(0, KEYS)[None, :]
-    visible = True
-    if MASKED:
+    visible = row < queries
+    if EDGE:
         visible = seen(row, key, queries, keys, shift, left, right, LEFT, RIGHT)
-    raw, visible, slope = logits(
-        product, row, key, visible, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
-    )
+    if EDGE or AHEAD == 0:
+        entry = entries(mask, row, key, visible, stride_mq, stride_mk, MASK)
+    raw, visible, slope = logits(product, entry, visible, limit, scale2, cap2, MASK, CAP, BENT, EDGE)
     dz = tl.zeros_like(product)
     if ATTEND:
-        weights = _weights(raw, visible, factor[:, None], lse[:, None], MASKED)
-        values = tile(v, start, keys, stride_vl, stride_vd, KEYS, BLOCK_DV, DV, MASKED, TMA)
+        weights = _weights(raw, visible, factor[:, None], lse[:, None], EDGE or MASK != 0)
+        values = tile(v, start, keys, stride_vl, stride_vd, KEYS, BLOCK_DV, DV, EDGE, TMA)
         d_weights = tl.dot(d_out, tl.trans(values), input_precision="ieee")
         if DROPOUT:
             keep = kept(seed, sequence, q_start + row, k_start + key, dropout_p)
@@ -102,7 +103,7 @@ def _query_step(
             mean += tl.sum(weights * t, 1)
         dz = dz * inverse[:, None]
     if STATS:
-        dz += _of_stats(raw, visible, unit, highest[:, None], d_sum[:, None], d_moment[:, None], MASKED)
+        dz += _of_stats(raw, visible, unit, highest[:, None], d_sum[:, None], d_moment[:, None], EDGE or MASK != 0)
     if NEED_QUERY:
         if CAP:
             dz = dz * slope
@@ -128,6 +129,8 @@ def query_kernel(
     TMA: tl.constexpr,
 ):  # fmt: skip
     """dq, dbeta and ``D`` of one block of query rows."""
+    # Compilers fetch ahead what products are made of, which the mask is for dq alone: else it is fetched ahead here.
+    AHEAD: tl.constexpr = 0 if NEED_QUERY else MASK
     batch, head, first, q_start, k_start, queries, keys, shift = assigned(
         tl.program_id(0), heads, q_len, k_len, cu_q, cu_k, documents, steps, key_lengths,
         ROWS, False, RIGHT, PACKED, LENGTHS, LOWER_RIGHT,
@@ -191,27 +194,31 @@ def query_kernel(
     k = matrix(k, keys, stride_kl, KEYS, BLOCK_D, D, TMA)
     if ATTEND:
         v = matrix(v, keys, stride_vl, KEYS, BLOCK_DV, DV, TMA)
-    low, a, b, high = key_range(first, queries, keys, shift, left, right, ROWS, KEYS, LEFT, RIGHT, MASK)
-    if MASK == 0:
-        for start in range(a, b, KEYS):
-            d_query, d_beta, excess, mean = _query_step(
-                start, query, d_output, d_query, d_beta, excess, mean,
-                k, v, mask, row, factor, inverse, sums, row_delta, highest, d_sum, d_moment,
-                stride_kl, stride_kd, stride_vl, stride_vd, stride_mq, stride_mk,
-                q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2,
-                sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, KEYS,
-                LEFT, RIGHT, MASK, CAP, BENT, DROPOUT, ATTEND, STATS, NEED_BETA, NEED_QUERY, TMA, False,
-            )  # fmt: skip
+    low, a, b, high = key_range(first, queries, keys, shift, left, right, ROWS, KEYS, LEFT, RIGHT)
+    key = a + tl.arange(0, KEYS)[None, :]
+    entry = entries(mask, row, key, (row < queries) & (key < b), stride_mq, stride_mk, AHEAD)
+    for start in range(a, b, KEYS):
+        now = entry
+        key = start + KEYS + tl.arange(0, KEYS)[None, :]
+        entry = entries(mask, row, key, (row < queries) & (key < b), stride_mq, stride_mk, AHEAD)
+        d_query, d_beta, excess, mean = _query_step(
+            start, now, query, d_output, d_query, d_beta, excess, mean,
+            k, v, mask, row, factor, inverse, sums, row_delta, highest, d_sum, d_moment,
+            stride_kl, stride_kd, stride_vl, stride_vd, stride_mq, stride_mk,
+            q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2,
+            sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, KEYS,
+            LEFT, RIGHT, MASK, CAP, BENT, DROPOUT, ATTEND, STATS, NEED_BETA, NEED_QUERY, TMA, AHEAD, False,
+        )  # fmt: skip
     if EDGES:
         for i in range(edge_blocks(low, a, b, high, KEYS)):
             start = edge_block(i, low, a, b, KEYS)
             d_query, d_beta, excess, mean = _query_step(
-                start, query, d_output, d_query, d_beta, excess, mean,
+                start, 0, query, d_output, d_query, d_beta, excess, mean,
                 k, v, mask, row, factor, inverse, sums, row_delta, highest, d_sum, d_moment,
                 stride_kl, stride_kd, stride_vl, stride_vd, stride_mq, stride_mk,
                 q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2,
                 sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, KEYS,
-                LEFT, RIGHT, MASK, CAP, BENT, DROPOUT, ATTEND, STATS, NEED_BETA, NEED_QUERY, TMA, True,
+                LEFT, RIGHT, MASK, CAP, BENT, DROPOUT, ATTEND, STATS, NEED_BETA, NEED_QUERY, TMA, 0, True,
             )  # fmt: skip
 
     if NEED_BETA:
@@ -234,27 +241,26 @@ def _key_step(
     q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2, sequence, dropout_p, seed,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, BENT: tl.constexpr,
-    DROPOUT: tl.constexpr, ATTEND: tl.constexpr, STATS: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    DROPOUT: tl.constexpr, ATTEND: tl.constexpr, STATS: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """What one block of query rows adds to dk and dv; everything is transposed here: ``[keys, rows]``."""
     rows = start + tl.arange(0, ROWS)
     row = rows[None, :]
     inside = rows < queries
     at = start_row + rows
-    query = tile(q, start, queries, stride_ql, stride_qd, ROWS, BLOCK_D, D, MASKED, TMA)
+    query = tile(q, start, queries, stride_ql, stride_qd, ROWS, BLOCK_D, D, EDGE, TMA)
     product = tl.dot(block, tl.trans(query), input_precision="ieee")
-    visible = True
-    if MASKED:
+    visible = inside[None, :]
+    if EDGE:
         visible = seen(row, key, queries, keys, shift, left, right, LEFT, RIGHT)
-    raw, visible, slope = logits(
-        product, row, key, visible, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
-    )
+    entry = entries(mask, row, key, visible, stride_mq, stride_mk, MASK)
+    raw, visible, slope = logits(product, entry, visible, limit, scale2, cap2, MASK, CAP, BENT, EDGE)
     dz = tl.zeros_like(product)
     if ATTEND:
         inverse = tl.load(beta + at, mask=inside, other=0.0)
         sums = _shift_of(lse, at, inside)
-        weights = _weights(raw, visible, (inverse * unit)[None, :], sums[None, :], MASKED)
-        d_output = tile(d_out, start, queries, stride_gl, stride_gd, ROWS, BLOCK_DV, DV, MASKED, TMA)
+        weights = _weights(raw, visible, (inverse * unit)[None, :], sums[None, :], EDGE or MASK != 0)
+        d_output = tile(d_out, start, queries, stride_gl, stride_gd, ROWS, BLOCK_DV, DV, EDGE, TMA)
         d_weights = tl.dot(values, tl.trans(d_output), input_precision="ieee")
         dropped = weights
         if DROPOUT:
@@ -268,7 +274,8 @@ def _key_step(
         highest = _shift_of(row_max, at, inside)
         d_moment = tl.load(grad_moment + at, mask=inside, other=0.0)
         d_sum = tl.load(grad_sum + at, mask=inside, other=0.0) + d_moment
-        dz += _of_stats(raw, visible, unit, highest[None, :], d_sum[None, :], (d_moment * LN2)[None, :], MASKED)
+        d_sum, d_moment = d_sum[None, :], (d_moment * LN2)[None, :]
+        dz += _of_stats(raw, visible, unit, highest[None, :], d_sum, d_moment, EDGE or MASK != 0)
     if CAP:
         dz = dz * slope
     d_key = tl.dot(dz.to(query.dtype), query, d_key, input_precision="ieee")
@@ -310,7 +317,7 @@ def key_kernel(
 
     d_key = tl.zeros([KEYS, BLOCK_D], tl.float32)
     d_value = tl.zeros([KEYS, BLOCK_DV], tl.float32)
-    low, a, b, high = row_range(first, queries, keys, shift, left, right, KEYS, ROWS, LEFT, RIGHT, MASK)
+    low, a, b, high = row_range(first, queries, keys, shift, left, right, KEYS, ROWS, LEFT, RIGHT)
     for member in range(group):
         head = key_head * group + member
         sequence = batch * heads + head
@@ -323,16 +330,15 @@ def key_kernel(
         if ATTEND:
             d_out_head = matrix(d_out_head, queries, stride_gl, ROWS, BLOCK_DV, DV, TMA)
         mask_head = mask + tl.cast(batch, tl.int64) * stride_mb + tl.cast(head, tl.int64) * stride_mh
-        if MASK == 0:
-            for start in range(a, b, ROWS):
-                d_key, d_value = _key_step(
-                    start, block, values, d_key, d_value,
-                    q_head, d_out_head, mask_head, beta, lse, delta, row_max, grad_sum, grad_moment, start_row, key,
-                    stride_ql, stride_qd, stride_gl, stride_gd, stride_mq, stride_mk,
-                    q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2,
-                    sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, ROWS,
-                    LEFT, RIGHT, MASK, CAP, BENT, DROPOUT, ATTEND, STATS, TMA, False,
-                )  # fmt: skip
+        for start in range(a, b, ROWS):
+            d_key, d_value = _key_step(
+                start, block, values, d_key, d_value,
+                q_head, d_out_head, mask_head, beta, lse, delta, row_max, grad_sum, grad_moment, start_row, key,
+                stride_ql, stride_qd, stride_gl, stride_gd, stride_mq, stride_mk,
+                q_start, k_start, queries, keys, shift, left, right, limit, unit, scale2, cap2,
+                sequence, dropout_p, seed, D, DV, BLOCK_D, BLOCK_DV, ROWS,
+                LEFT, RIGHT, MASK, CAP, BENT, DROPOUT, ATTEND, STATS, TMA, False,
+            )  # fmt: skip
         if EDGES:
             for i in range(edge_blocks(low, a, b, high, ROWS)):
                 start = edge_block(i, low, a, b, ROWS)

@@ -10,6 +10,7 @@ show it. What is made of the three (the log of the sum of exponentials, the entr
 relative to.
 
 A mask is told by MASK: 0 for none, 1 for a boolean one, 2 for a bias. LEFT and RIGHT say whether the band is bounded.
+Blocks that lie within the lengths and the band are whole: of those, a mask alone hides logits.
 
 Kernels name the type of lengths, since Triton makes a constant of a 1 whose type is not named. Loops would be known to
 be empty, and compilers fail at what their pipelines leave behind: ptxas (12.8, 12.9) crashes at a wait for products
@@ -109,7 +110,6 @@ def key_range(
     BLOCK: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
 ):
     """The keys that rows ``first .. first + ROWS`` see: blocks start at ``low``, those in ``[a, b)`` are seen whole by
     every row, the last one ends at ``high``.
@@ -126,12 +126,8 @@ def key_range(
         high = tl.minimum(keys, last + shift + right + 1)
         whole_high = tl.minimum(keys, first + shift + right + 1)
     high = tl.maximum(high, low)
-    if MASK != 0:
-        a = low
-        b = low
-    else:
-        a = tl.minimum(tl.cdiv(whole_low, BLOCK) * BLOCK, tl.cdiv(high, BLOCK) * BLOCK)
-        b = tl.maximum(tl.maximum(whole_high, 0) // BLOCK * BLOCK, a)
+    a = tl.minimum(tl.cdiv(whole_low, BLOCK) * BLOCK, tl.cdiv(high, BLOCK) * BLOCK)
+    b = tl.maximum(tl.maximum(whole_high, 0) // BLOCK * BLOCK, a)
     return low, a, b, high
 
 
@@ -147,7 +143,6 @@ def row_range(
     BLOCK: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
 ):
     """The rows that see keys ``first .. first + KEYS``, in the form of :func:`key_range`."""
     last = tl.minimum(first + KEYS, keys) - 1
@@ -162,13 +157,9 @@ def row_range(
         high = tl.minimum(queries, last - shift + left + 1)
         whole_high = tl.minimum(queries, first - shift + left + 1)
     high = tl.maximum(tl.where(first < keys, high, 0), low)
-    if MASK != 0:
-        a = low
-        b = low
-    else:
-        a = tl.minimum(tl.cdiv(whole_low, BLOCK) * BLOCK, tl.cdiv(high, BLOCK) * BLOCK)
-        b = tl.maximum(tl.maximum(whole_high, 0) // BLOCK * BLOCK, a)
-        b = tl.where(first + KEYS > keys, a, b)
+    a = tl.minimum(tl.cdiv(whole_low, BLOCK) * BLOCK, tl.cdiv(high, BLOCK) * BLOCK)
+    b = tl.maximum(tl.maximum(whole_high, 0) // BLOCK * BLOCK, a)
+    b = tl.where(first + KEYS > keys, a, b)
     return low, a, b, high
 
 
@@ -258,25 +249,33 @@ def seen(
 
 
 @triton.jit
+def entries(mask, row, key, there, stride_mq, stride_mk, MASK: tl.constexpr):
+    """The entries of a mask at rows and keys, zeros where it is not ``there``; no tensor without a mask."""
+    found = 0
+    if MASK != 0:
+        pointers = mask + row.to(tl.int64) * stride_mq + key.to(tl.int64) * stride_mk
+        found = tl.load(pointers, mask=there, other=0)
+    return found
+
+
+@triton.jit
 def logits(
     product,
-    row,
-    key,
+    entry,
     visible,
-    mask,
-    stride_mq,
-    stride_mk,
     limit,
     scale2,
     cap2,
     MASK: tl.constexpr,
     CAP: tl.constexpr,
     BENT: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
     """``raw`` logits, which of them are visible, and what the softcap multiplies their gradient by (1 without one).
 
     ``scale2`` is ``scale * log2(e)``, or ``2 log2(e) scale / softcap`` with a softcap, where ``cap2`` is
-    ``softcap * log2(e)``. A bias of at most ``limit`` is a mask.
+    ``softcap * log2(e)``. ``entry`` is that of the mask; a bias of at most ``limit`` hides a key. ``visible`` says
+    which logits are seen by lengths and band, and counts where EDGE says that the block is not whole.
     """
     raw = product
     slope = 1.0
@@ -287,13 +286,10 @@ def logits(
     elif BENT:
         raw = product * scale2
     if MASK != 0:
-        pointers = mask + row.to(tl.int64) * stride_mq + key.to(tl.int64) * stride_mk
-        entry = tl.load(pointers, mask=visible, other=0)
-        if MASK == 1:
-            visible = visible & (entry != 0)
-        else:
-            bias = entry.to(tl.float32)
-            visible = visible & ~(bias <= limit)  # what is no number hides nothing
+        bias = entry.to(tl.float32)
+        shown = entry != 0 if MASK == 1 else ~(bias <= limit)  # what is no number hides nothing
+        visible = visible & shown if EDGE else shown
+        if MASK == 2:
             raw = raw + tl.where(visible, bias, 0.0) * LOG2E
     return raw, visible, slope
 

@@ -234,7 +234,7 @@ def shared_numbers(q: Form, k: Form, v: Form | None, geometry: Geometry, masks: 
         mask_strides = _expanded_strides(mask, (batch, heads, q_len, k.shape[2]))
         if kind == BIAS:
             limit = max(limit, torch.finfo(mask.dtype).min / 2)
-    bent = geometry.softcap > 0 or kind == BIAS or geometry.scale < 0
+    bent = geometry.softcap > 0 or kind == BIAS or geometry.scale <= 0
     scale2 = geometry.scale * LOG2E
     return {
         **strides("q", q, "bhld"),
@@ -289,8 +289,8 @@ def value_numbers(v: Form, dropout_p: float) -> dict[str, Any]:
 
 
 def has_edges(shared: dict[str, Any]) -> bool:
-    """Whether some blocks hold logits that do not count, whatever their size."""
-    return bool(shared["PACKED"] or shared["LENGTHS"] or shared["LEFT"] or shared["RIGHT"] or shared["MASK"])
+    """Whether blocks of any size may reach beyond the lengths or the band."""
+    return bool(shared["PACKED"] or shared["LENGTHS"] or shared["LEFT"] or shared["RIGHT"])
 
 
 def programs_of(shared: dict[str, Any], block: int, *, by_key: bool) -> int:

@@ -5,21 +5,36 @@
 import triton
 import triton.language as tl
 
-from .blocks import LN2, NOTHING, assigned, edge_block, edge_blocks, key_range, logits, matrix, put_tile, seen, tile
+from .blocks import (
+    LN2,
+    NOTHING,
+    assigned,
+    edge_block,
+    edge_blocks,
+    entries,
+    key_range,
+    logits,
+    matrix,
+    put_tile,
+    seen,
+    tile,
+)
 from .policy import lowered_beta, statistics_gradient
 
 
 @triton.jit
 def _fold(raw, visible, unit, highest, total, moment, MASKED: tl.constexpr, ROUNDED: tl.constexpr):
-    """Statistics of the keys so far with those of one block, all in units of log 2.
+    """Statistics of the keys so far with those of one block, all in units of log 2; ``unit`` is positive.
 
     ROUNDED: products are rounded before they are added, so that all threads of a row have the same bits. It costs
     time, and is needed where a thread may have but one key of a row, whose product goes into the others' sums.
     """
     if MASKED:
-        new = tl.maximum(highest, tl.max(tl.where(visible, raw * unit, float("-inf")), 1))
+        raw = tl.where(visible, raw, float("-inf"))
+        new = tl.maximum(highest, tl.max(raw, 1) * unit)
         shift = tl.where(new == float("-inf"), 0.0, new)
-        exponent = tl.where(visible, tl.fma(raw, unit, -shift[:, None]), NOTHING)
+        exponent = tl.fma(raw, unit, -shift[:, None])
+        exponent = tl.maximum(exponent, NOTHING, propagate_nan=tl.PropagateNan.ALL)
     else:
         new = tl.maximum(highest, tl.max(raw, 1) * unit)
         shift = new
@@ -31,6 +46,15 @@ def _fold(raw, visible, unit, highest, total, moment, MASKED: tl.constexpr, ROUN
     moment = fade * (moment + step * total) + tl.sum(product, 1)
     total = fade * total + tl.sum(power, 1)
     return new, total, moment
+
+
+@triton.jit
+def _least(raw, visible, unit, MASKED: tl.constexpr):
+    """The least logit of every row of a block."""
+    scaled = raw * unit
+    if MASKED:
+        scaled = tl.where(visible, scaled, float("inf"))
+    return tl.min(scaled, 1)
 
 
 @triton.jit(do_not_specialize=["documents", "steps"])
@@ -126,18 +150,20 @@ def stats_kernel(
     lowest = tl.full([ROWS], float("inf"), tl.float32)
     count = tl.zeros([ROWS], tl.int32)
     k = matrix(k, keys, stride_kl, KEYS, BLOCK_D, D, TMA)
-    low, a, b, high = key_range(first, queries, keys, shift, left, right, ROWS, KEYS, LEFT, RIGHT, MASK)
-    if MASK == 0:
-        for start in range(a, b, KEYS):
-            block = tile(k, start, keys, stride_kl, stride_kd, KEYS, BLOCK_D, D, False, TMA)
-            product = tl.dot(query, tl.trans(block), input_precision="ieee")
-            key = start + tl.arange(0, KEYS)[None, :]
-            raw, _, _ = logits(
-                product, row, key, True, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
-            )
-            highest, total, moment = _fold(raw, True, unit, highest, total, moment, False, ROUNDED)
-            if WITH_MIN:
-                lowest = tl.minimum(lowest, tl.min(raw, 1) * unit)
+    low, a, b, high = key_range(first, queries, keys, shift, left, right, ROWS, KEYS, LEFT, RIGHT)
+    key = a + tl.arange(0, KEYS)[None, :]  # of the mask, the next block is fetched ahead: no product waits for it
+    entry = entries(mask, row, key, (row < queries) & (key < b), stride_mq, stride_mk, MASK)
+    for start in range(a, b, KEYS):
+        block = tile(k, start, keys, stride_kl, stride_kd, KEYS, BLOCK_D, D, False, TMA)
+        product = tl.dot(query, tl.trans(block), input_precision="ieee")
+        raw, visible, _ = logits(product, entry, True, limit, scale2, cap2, MASK, CAP, BENT, False)
+        key = start + KEYS + tl.arange(0, KEYS)[None, :]
+        entry = entries(mask, row, key, (row < queries) & (key < b), stride_mq, stride_mk, MASK)
+        highest, total, moment = _fold(raw, visible, unit, highest, total, moment, MASK != 0, ROUNDED)
+        if WITH_MIN:
+            lowest = tl.minimum(lowest, _least(raw, visible, unit, MASK != 0))
+        if MASK != 0:
+            count += tl.sum(visible.to(tl.int32), 1)
     if EDGES:
         for i in range(edge_blocks(low, a, b, high, KEYS)):
             start = edge_block(i, low, a, b, KEYS)
@@ -145,12 +171,11 @@ def stats_kernel(
             product = tl.dot(query, tl.trans(block), input_precision="ieee")
             key = start + tl.arange(0, KEYS)[None, :]
             visible = seen(row, key, queries, keys, shift, left, right, LEFT, RIGHT)
-            raw, visible, _ = logits(
-                product, row, key, visible, mask, stride_mq, stride_mk, limit, scale2, cap2, MASK, CAP, BENT
-            )
+            entry = entries(mask, row, key, visible, stride_mq, stride_mk, MASK)
+            raw, visible, _ = logits(product, entry, visible, limit, scale2, cap2, MASK, CAP, BENT, True)
             highest, total, moment = _fold(raw, visible, unit, highest, total, moment, True, ROUNDED)
             if WITH_MIN:
-                lowest = tl.minimum(lowest, tl.min(tl.where(visible, raw * unit, float("inf")), 1))
+                lowest = tl.minimum(lowest, _least(raw, visible, unit, True))
             if MASK != 0:
                 count += tl.sum(visible.to(tl.int32), 1)
 
