@@ -145,7 +145,9 @@ def kernels(x: Inputs) -> dict[str, Forward]:
     stats, beta, _ = statistics(x, scaled_query=False)
     out, lse = prefill.attend(q, k, v, beta, x.geometry, row_max=stats[0])
     ones = torch.full_like(beta, 1e-3)
-    portable, attending = (tiles_for(kind, q.shape[-1], q.dtype, q.device, x.causal) for kind in ("stats", "attend"))
+    portable, attending = (
+        tiles_for(kind, q.shape[-1], q.dtype, q.device, banded=x.causal) for kind in ("stats", "attend")
+    )
     given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": x.do, "row_max": stats[0]}
     moved: dict[str, Any] = {"grad_sum": ones, "grad_moment": ones}
     rows: dict[str, Any] = {"row_sum": stats[1], "row_moment": stats[2]}

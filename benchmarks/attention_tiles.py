@@ -38,9 +38,13 @@ def candidates(kernel: str, width: int, masked: bool) -> list[Tiles]:
     elif kernel in ("query", "stats query"):
         sizes = [(128, 64, 8), (64, 64, 4), (128, 32, 8)]
         large = [(128, 64, 4), (128, 128, 8), (64, 128, 4)]
+        if width > 128:
+            sizes += [(64, 64, 8), (64, 32, 8)]
     else:
         sizes = [(64, 128, 8), (64, 64, 4), (32, 64, 4), (32, 128, 8)]
         large = [(128, 128, 8), (64, 128, 4), (128, 64, 4)]
+        if width > 128:
+            sizes += [(32, 64, 8), (64, 64, 8), (64, 32, 8)]
     if not masked:  # with a mask, large ones have too few registers
         sizes += large
     stages = (2, 3, 4) if not masked and (kernel == "stats" or width < 128) else (2, 3)

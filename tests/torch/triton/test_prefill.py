@@ -329,14 +329,18 @@ def test_gradient_of_the_scaled_query_is_that_of_its_steps(device: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", get_args(tiles_module.Kernel))
-def test_tiles_of_a_bounded_band(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_under_a_mask_and_of_a_bounded_band(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_module, "_large_memory", lambda _: True)
     for width in (16, 64, 65, 128, 129, 256):
-        full, banded = (
-            tiles_module.tiles_for(kernel, width, torch.bfloat16, torch.device("cpu"), b) for b in (False, True)
+        full, banded, masked, both = (
+            tiles_module.tiles_for(kernel, width, torch.bfloat16, torch.device("cpu"), banded=band, masked=mask)
+            for mask in (False, True)
+            for band in (False, True)
         )
         limit = 64 if width <= 64 else 128 if width <= 128 else 256
         assert (full != banded) == ((kernel, limit) in tiles_module.LARGE_BANDED)
+        assert (full != masked) == ((kernel, limit) in tiles_module.LARGE_MASKED)
+        assert both == masked
 
 
 @pytest.mark.parametrize("device", [DEVICE])

@@ -212,7 +212,7 @@ def _query_launch(
     shared = shared_numbers(q, k, v if parts.attend else None, geometry, masks)
     kernel = "stats query" if not parts.attend else "query" if need_query else "beta"
     width = max(q.shape[-1], v.shape[-1])
-    tiles = config or tiles_for(kernel, width, q.dtype, q.device, geometry.banded)
+    tiles = config or tiles_for(kernel, width, q.dtype, q.device, banded=geometry.banded, masked=masks.mask is not None)
     return tiled(
         query_kernel,
         programs_of(shared, tiles.rows, by_key=False),
@@ -233,7 +233,8 @@ def _key_launch(
 ) -> Launch:  # fmt: skip
     shared = shared_numbers(q, k, v if parts.attend else None, geometry, masks)
     width = max(q.shape[-1], v.shape[-1])
-    tiles = config or tiles_for("key" if parts.attend else "stats key", width, q.dtype, q.device, geometry.banded)
+    kernel = "key" if parts.attend else "stats key"
+    tiles = config or tiles_for(kernel, width, q.dtype, q.device, banded=geometry.banded, masked=masks.mask is not None)
     uneven = shared["k_len"] % tiles.keys != 0 or shared["q_len"] % tiles.rows != 0
     return tiled(
         key_kernel,

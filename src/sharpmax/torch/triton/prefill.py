@@ -37,7 +37,7 @@ from .launch import (
     value_numbers,
 )
 from .stats_kernel import stats_kernel
-from .tiles import Tiles, tiles_for
+from .tiles import Kernel, Tiles, tiles_for
 
 Config = Tiles | Literal["hopper"]
 """Which kernel to take: the portable one with these tiles, or the one for Hopper."""
@@ -149,8 +149,7 @@ def _stats_launch(
     refused = hopper.refusal(q, k, shared, with_min, policy["LOG_COUNT"])
     if _on_hopper("statistics", refused, q, shared["RIGHT"], hopper.ROWS, config):
         return hopper.stats_launch(q, k, shared, policy, scaled_query)
-    banded = shared["LEFT"] or shared["RIGHT"]
-    tiles = config if isinstance(config, Tiles) else tiles_for("stats", q.shape[-1], q.dtype, q.device, banded)
+    tiles = _tiles("stats", q.shape[-1], q, geometry, masks, config)
     return tiled(
         stats_kernel,
         programs_of(shared, tiles.rows, by_key=False),
@@ -162,6 +161,14 @@ def _stats_launch(
         SCALED_QUERY=scaled_query,
         EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
     )
+
+
+def _tiles(
+    kernel: Kernel, width: int, q: Form, geometry: Geometry, masks: MaskForm, config: Config | None
+) -> Tiles:  # fmt: skip
+    if isinstance(config, Tiles):
+        return config
+    return tiles_for(kernel, width, q.dtype, q.device, banded=geometry.banded, masked=masks.mask is not None)
 
 
 def _on_hopper(what: str, refused: str, q: Form, causal: bool, rows: int, config: Config | None) -> bool:
@@ -182,8 +189,7 @@ def _attend_launch(
     refused = hopper.attend_refusal(q, k, v, shared, dropout_p) if with_max else "calls with the maxima of rows"
     if _on_hopper("attention", refused, q, shared["RIGHT"], hopper.ATTEND_ROWS, config):
         return hopper.attend_launch(q, k, shared)
-    width = max(q.shape[-1], v.shape[-1])
-    tiles = config if isinstance(config, Tiles) else tiles_for("attend", width, q.dtype, q.device, geometry.banded)
+    tiles = _tiles("attend", max(q.shape[-1], v.shape[-1]), q, geometry, masks, config)
     return tiled(
         attend_kernel,
         programs_of(shared, tiles.rows, by_key=False),

@@ -44,6 +44,16 @@ LARGE_BANDED: dict[tuple[Kernel, int], Tiles] = {
     ("attend", 64): Tiles(64, 64, 4, 3, True),
     ("attend", 128): Tiles(64, 64, 4, 3, True),
 }
+# In place of LARGE under a mask, whose entries take registers.
+LARGE_MASKED: dict[tuple[Kernel, int], Tiles] = {
+    ("stats", 64): Tiles(64, 64, 4, 3, True),
+    ("stats", 128): Tiles(64, 64, 4, 3, True),
+    ("stats", 256): Tiles(64, 64, 4, 1, True),
+    ("attend", 64): Tiles(64, 64, 4, 2, True),
+    ("attend", 128): Tiles(64, 64, 4, 2, True),
+    ("attend", 256): Tiles(128, 64, 8, 2, True),
+    ("key", 128): Tiles(32, 64, 4, 2, True),
+}
 # The same for less shared memory (Ampere, Ada, AMD).
 SMALL: dict[Kernel, dict[int, Tiles]] = {
     "stats": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 4, 2), 256: Tiles(64, 32, 4, 2)},
@@ -67,7 +77,9 @@ def _large_memory(device: torch.device) -> bool:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 200_000
 
 
-def tiles_for(kernel: Kernel, width: int, dtype: torch.dtype, device: torch.device, banded: bool = False) -> Tiles:
+def tiles_for(
+    kernel: Kernel, width: int, dtype: torch.dtype, device: torch.device, *, banded: bool = False, masked: bool = False
+) -> Tiles:
     """The tiles of a kernel for heads of ``width`` columns (the wider of query and value).
 
     ``banded`` says whether queries see a bounded band of keys: causality, or a window.
@@ -76,4 +88,6 @@ def tiles_for(kernel: Kernel, width: int, dtype: torch.dtype, device: torch.devi
     own = table[kernel if kernel in table else LIKE[kernel]]
     limit = next(limit for limit in own if width <= limit)
     tiles = own[limit]
+    if table is LARGE and masked:
+        return LARGE_MASKED.get((kernel, limit), tiles)
     return LARGE_BANDED.get((kernel, limit), tiles) if banded and table is LARGE else tiles
