@@ -98,7 +98,7 @@ def masked_runs(x: Inputs, mask: torch.Tensor, beta: torch.Tensor) -> dict[str, 
     row_max = prefill.row_stats(q, k, x.geometry, mask=mask)[0]
     out, lse = prefill.attend(q, k, v, beta, x.geometry, mask=mask)
     given: dict[str, Any] = {"out": out, "lse": lse, "grad_out": x.do, "row_max": row_max, "mask": mask}
-    both = given | {"grad_sum": beta, "grad_moment": beta, "delta": beta}
+    both: dict[str, Any] = given | {"grad_sum": beta, "grad_moment": beta, "delta": beta}
     return {
         "stats": lambda t: prefill.row_stats_and_scaled_query(
             q, k, x.geometry, POLICY, mask=mask, scaled_query=False, config=t

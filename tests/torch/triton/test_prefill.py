@@ -33,6 +33,7 @@ CASES = (
     Case("two-sided window, unequal heads", geometry=Geometry(0.2, left=5, right=7), width=24, value_width=40),
     Case("lengths", batch=2, key_heads=1, lengths=(0, 23), geometry=Geometry(0.25, left=30, right=3, lower_right=True)),
     Case("boolean mask", batch=2, heads=1, key_heads=1, mask="boolean", geometry=Geometry(0.25, right=0)),
+    Case("boolean mask, scale of 0", mask="boolean", geometry=Geometry(0.0)),
     Case("bias and softcap", mask="bias", geometry=Geometry(0.25, softcap=4.0)),
     Case("softcap", geometry=Geometry(0.25, softcap=4.0, right=0), keys=64, queries=64),
     Case("negative scale", geometry=Geometry(-0.25, right=0)),
@@ -61,7 +62,10 @@ IN_PARTS = ("causal",)  # where the parts of the backward are compiled one by on
 GPU_CASES = {torch.bfloat16: CASES[1:-3] + CASES[-1:] + WIDE, torch.float16: CASES[2:3], torch.float32: CASES[2:3]}
 
 
-INTERPRETED = ("causal", "grouped, from the end", "lengths", "boolean mask", "bias and softcap", "packed")
+INTERPRETED = (
+    "causal", "grouped, from the end", "lengths", "boolean mask", "boolean mask, scale of 0", "bias and softcap",
+    "packed",
+)  # fmt: skip
 """What the interpreter, which is slow, runs unless all is asked for."""
 
 
@@ -326,6 +330,28 @@ def test_gradient_of_the_scaled_query_is_that_of_its_steps(device: str) -> None:
         )  # fmt: skip
         assert_close(found[0], dq.double() + beta[..., None].double() * given.do.double(), 1e-5, "dq")
         assert_close(found[1], dk.double(), 1e-5, "dk")
+
+
+@pytest.mark.parametrize("device", [DEVICE])
+@pytest.mark.parametrize("kind", ["boolean", "bias"])
+def test_what_is_no_number_reaches_the_rows_that_see_it_alone(kind: str, device: str) -> None:
+    case = Case("numbers", mask="boolean", geometry=Geometry(0.25), queries=40, keys=48)  # whole blocks of keys
+    given = inputs(case, torch.float32, device)
+    visible = given.options["mask"]
+    mask = (
+        visible
+        if kind == "boolean"
+        else torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, -torch.inf)
+    )
+    k = given.k.clone()
+    k[:, :, 21] = torch.nan
+    sees = visible[..., 21].expand(given.q.shape[:-1])
+    assert sees.any()
+    assert not sees.all()
+    stats = prefill.row_stats(given.q, k, case.geometry, mask=mask, with_min=True, config=SMALL)
+    out, lse = prefill.attend(given.q, k, given.v, torch.ones_like(stats[1]), case.geometry, mask=mask, config=SMALL)
+    for values in (stats[1], stats[2], lse, out.sum(-1)):
+        assert torch.equal(values.isnan(), sees)
 
 
 @pytest.mark.parametrize("kernel", get_args(tiles_module.Kernel))

@@ -130,7 +130,7 @@ def query_kernel(
 ):  # fmt: skip
     """dq, dbeta and ``D`` of one block of query rows."""
     # Compilers fetch ahead what products are made of, which the mask is for dq alone: else it is fetched ahead here.
-    AHEAD: tl.constexpr = 0 if NEED_QUERY else MASK
+    AHEAD: tl.constexpr = 0 if NEED_QUERY else MASK  # pyright: ignore[reportAssignmentType]
     batch, head, first, q_start, k_start, queries, keys, shift = assigned(
         tl.program_id(0), heads, q_len, k_len, cu_q, cu_k, documents, steps, key_lengths,
         ROWS, False, RIGHT, PACKED, LENGTHS, LOWER_RIGHT,

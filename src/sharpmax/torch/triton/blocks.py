@@ -2,7 +2,7 @@
 
 Logits are held in units of ``log 2`` (``exp2`` is what the hardware has): ``raw * unit`` is ``z * log2(e)``. Where the
 logits are a plain product, ``raw`` is that product and ``unit`` carries the scale, so that scaling costs nothing; where
-they are bent (softcap, bias, negative scale), ``raw`` is in those units already and ``unit`` is 1.
+they are bent (softcap, bias, a scale that is not positive), ``raw`` is in those units already and ``unit`` is 1.
 
 So a row's maximum is rounded in these units, and its sum and moment are relative to the rounded one (and backward to
 that, up to one more rounding). With logits of 1e4 that is up to 1e-3 away from the maximum itself, and sum and moment

@@ -45,7 +45,7 @@ def refusal(q: Form, k: Form, shared: dict[str, Any], with_min: bool, log_count:
         return "policies of the entropy alone"
     for name, what in (
         ("PACKED", "packed documents"), ("LENGTHS", "key lengths"), ("LEFT", "a window"), ("MASK", "a mask"),
-        ("BENT", "a softcap or a negative scale"),
+        ("BENT", "a softcap or a scale that is not positive"),
     ):  # fmt: skip
         if shared[name]:
             return f"calls without {what}"

@@ -32,7 +32,7 @@ LARGE: dict[Kernel, dict[int, Tiles]] = {
     "attend": {64: Tiles(64, 128, 4, 2, True), 128: Tiles(128, 64, 4, 2, True), 256: Tiles(64, 128, 4, 1, True)},
     "beta": {64: Tiles(64, 64, 4, 3, True), 128: Tiles(64, 64, 4, 2, True), 256: Tiles(64, 64, 4, 1, True)},
     "query": {64: Tiles(64, 64, 4, 3, True), 128: Tiles(64, 64, 4, 2, True), 256: Tiles(64, 64, 4, 2, True)},
-    "key": {64: Tiles(64, 64, 4, 2, True), 128: Tiles(32, 64, 4, 3, True), 256: Tiles(32, 64, 8, 1)},
+    "key": {64: Tiles(64, 64, 4, 2, True), 128: Tiles(32, 64, 4, 3, True), 256: Tiles(64, 64, 8, 2, True)},
     "stats query": {64: Tiles(64, 64, 4, 3, True), 128: Tiles(128, 64, 4, 3, True), 256: Tiles(64, 64, 4, 2, True)},
     "stats key": {64: Tiles(128, 64, 4, 2, True), 128: Tiles(128, 64, 4, 2, True), 256: Tiles(64, 64, 4, 2, True)},
 }
