@@ -126,6 +126,40 @@ def attention_lengths() -> str:
     return markdown(["", *head], lines)
 
 
+def attention_kinds() -> str:
+    """Milliseconds of calls with masks, windows, caps and grouped heads, and multiples of FlexAttention's."""
+    names = {
+        "flex forward": "FlexAttention, forward",
+        "torch forward": "torch's own, forward",
+        "sharpmax forward": "sharpmax, forward",
+        "flex forward+backward": "FlexAttention, forward+backward",
+        "torch forward+backward": "torch's own, forward+backward",
+        "sharpmax forward+backward": "sharpmax, forward+backward",
+        "detached forward+backward": "policy detached, forward+backward",
+    }
+    lines = []
+    for case in load("benchmarks/results/attention_kinds_cuda.json")["results"]:
+        times, ratios = case["milliseconds"], case["ratio_to_flex"]
+        cells = [case["kind"]]
+        for name in names:
+            multiple = "" if name.startswith("flex") else f" ({ratios[name]:.2f}x)" if name in ratios else None
+            cells.append("-" if multiple is None else f"{times[name]:.2f} ms{multiple}")
+        lines.append(cells)
+    return markdown(["", *names.values()], lines)
+
+
+def kinds_phrases() -> list[str]:
+    """What docs/attention_performance.md says of the same beside the table."""
+    cases = load("benchmarks/results/attention_kinds_cuda.json")["results"]
+    shares = [100 * case["share_beta_above_1_3"] for case in cases]
+    times = [case["milliseconds"] for case in cases]
+    compiled = [t[f"compiled {what}"] / t[f"sharpmax {what}"] for t in times for what in DIRECTIONS]
+    return [
+        f"beta above 1.3 in {extremes(shares, 0)} % of the rows",
+        f"compiled, they take {extremes(compiled)} times as long",
+    ]
+
+
 def attention_memory() -> str:
     """The peak of memory beyond inputs, at 131,072 and 1,048,576 tokens."""
     lines = []
@@ -438,18 +472,26 @@ def short_phrases() -> list[str]:
     ]
 
 
-def tiles_phrase() -> str:
-    """How far the tiles in use are from the best that a sweep has found."""
-    from sharpmax.torch.triton.tiles import LARGE
+def tiles_phrases() -> list[str]:
+    """How far the tiles in use are from the best that sweeps have found: without a mask, and with one."""
+    from sharpmax.torch.triton.tiles import LARGE, LARGE_MASKED, LIKE
 
-    runs = load("benchmarks/results/attention_tiles_64_cuda.json")["sweep"]
-    lost = []
-    for run in runs:
-        same = [r for r in runs if (r["kernel"], r["causal"]) == (run["kernel"], run["causal"])]
-        if tuple(run["tiles"]) == LARGE[run["kernel"]][run["width"]]:
-            lost.append(run["ms"] / min(r["ms"] for r in same) - 1)
-    assert len(lost) == 4
-    return f"those in use take at most {100 * max(lost):.0f} % longer than the best"
+    lost: dict[bool, list[float]] = {False: [], True: []}
+    for file in ("64", "256", "masks"):
+        runs = load(f"benchmarks/results/attention_tiles_{file}_cuda.json")["sweep"]
+        for run in runs:
+            kernel, width, masked = run["kernel"], run["width"], "mask" in run.get("kind", "")
+            if width == 256 and file == "masks" and kernel != "stats":  # swept again, with more candidates
+                continue
+            used = LARGE.get(kernel, LARGE[LIKE.get(kernel, kernel)])[width]
+            used = LARGE_MASKED.get((kernel, width), used) if masked else used
+            same = ("kernel", "width", "causal", "kind")
+            others = [r["ms"] for r in runs if all(r.get(name) == run.get(name) for name in same)]
+            if tuple(run["tiles"]) == used:
+                lost[masked].append(run["ms"] / min(ms for ms in others if isinstance(ms, float)) - 1)
+    assert [len(found) for found in lost.values()] == [7, 25]
+    plain, masked = (f"{100 * max(found):.0f} %" for found in lost.values())
+    return [f"those in use take at most {plain} longer than the best, under a mask {masked}"]
 
 
 def dead_blocks_phrases() -> list[str]:
@@ -487,7 +529,8 @@ def attention_doc_phrases() -> list[str]:
     """What docs/attention_performance.md says of the same."""
     ranges = attention_ranges(MAIN[2])
     return [
-        *of_kernels(lambda: [tiles_phrase()]),
+        *of_kernels(tiles_phrases),
+        *kinds_phrases(),
         *dead_blocks_phrases(),
         *short_phrases(),
         *decode_phrases(),
@@ -547,6 +590,7 @@ TABLES = {
     "docs/attention_performance.md": [
         attention_speed(),
         attention_lengths(),
+        attention_kinds(),
         attention_memory(),
         attention_errors(),
         decode_speed(),
