@@ -174,8 +174,8 @@ def _given(
         raise ValueError("expected grad_out, grad_scaled, or grad_sum and grad_moment, got none of them")
     if scaled:
         grad_sum, grad_moment = (q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(2))
-    elif counts:
-        zero = q.new_zeros(q.shape[:-1], dtype=torch.float32) if None in (grad_sum, grad_moment) else q
+    elif counts and (grad_sum is None or grad_moment is None):  # "in" would ask a tensor whether it equals None
+        zero = q.new_zeros(q.shape[:-1], dtype=torch.float32)
         grad_sum, grad_moment = (zero if g is None else g for g in (grad_sum, grad_moment))
     if grad_out is None or v is None:
         grad_out, v = q if grad_scaled is None else grad_scaled, q
