@@ -91,9 +91,17 @@ class Masks(NamedTuple):
         mask, key_lengths, cu_q, cu_k = self
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
-        numbers = (None if x is None else x.to(torch.int32).contiguous() for x in (cu_q, cu_k, key_lengths))
-        found = zip(("mask", "cu_q", "cu_k", "key_lengths"), (mask, *numbers), strict=True)
-        return {name: q if x is None else x for name, x in found}
+        return {
+            "mask": q if mask is None else mask,
+            "cu_q": q if cu_q is None else _whole_numbers(cu_q),
+            "cu_k": q if cu_k is None else _whole_numbers(cu_k),
+            "key_lengths": q if key_lengths is None else _whole_numbers(key_lengths),
+        }
+
+
+def _whole_numbers(x: Tensor) -> Tensor:
+    """``x`` as kernels take whole numbers."""
+    return x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
 
 
 class MaskForm(NamedTuple):
