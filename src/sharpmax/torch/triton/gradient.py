@@ -160,7 +160,7 @@ def _given(
     grad_scaled: Tensor | None = None, row_sum: Tensor | None = None, row_moment: Tensor | None = None,
 ) -> tuple[dict[str, Any], Parts]:  # fmt: skip
     """The tensors that both backward kernels take; one that is not needed is stood in for by ``q``."""
-    attends, scaled = grad_out is not None, grad_scaled is not None
+    attends, scaled, shape = grad_out is not None, grad_scaled is not None, q.shape[:-1]
     counts = scaled or grad_sum is not None or grad_moment is not None
     if attends and (v is None or beta is None or out is None or lse is None):
         raise ValueError("the gradient of attention needs v, beta, out and lse")
@@ -173,21 +173,21 @@ def _given(
     if not attends and not counts:
         raise ValueError("expected grad_out, grad_scaled, or grad_sum and grad_moment, got none of them")
     if scaled:
-        grad_sum, grad_moment = (q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(2))
+        grad_sum, grad_moment = (q.new_empty(shape, dtype=torch.float32) for _ in range(2))
     elif counts and (grad_sum is None or grad_moment is None):  # "in" would ask a tensor whether it equals None
-        zero = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+        zero = q.new_zeros(shape, dtype=torch.float32)
         grad_sum, grad_moment = (zero if g is None else g for g in (grad_sum, grad_moment))
     if grad_out is None or v is None:
         grad_out, v = q if grad_scaled is None else grad_scaled, q
     parts = Parts(attends, counts, scaled, need_beta, delta is not None)
     if delta is None:
-        delta = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        delta = q.new_empty(shape, dtype=torch.float32)
     rows = {
         "beta": beta, "lse": lse, "row_max": row_max, "row_sum": row_sum, "row_moment": row_moment,
         "grad_sum": grad_sum, "grad_moment": grad_moment, "delta": delta,
     }  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "d_out": grad_out, "out": q if out is None else out.contiguous(), "seed": seed}
-    tensors |= {name: q if values is None else row_numbers(values, q) for name, values in rows.items()}
+    tensors |= {name: q if x is None else row_numbers(x, shape) for name, x in rows.items()}
     return tensors | masks.given(q), parts
 
 

@@ -161,7 +161,7 @@ class Launch:
         check_device(self.kernel, like)
         with torch.cuda.device_of(like):
             if self.scratch:
-                with_scratch(functools.partial(self._run, given))
+                with_scratch(self._run, given)
             else:
                 self._run(given)
 
@@ -203,14 +203,11 @@ def tiled(
     return Launch(kernel, programs, numbers, options, scratch=descriptors and on_gpu)
 
 
-def with_scratch(run: Callable[[], Any]) -> None:
+def with_scratch(run: Callable[..., None], *given: Any) -> None:
     """Run a launch that keeps descriptors in memory of the device; the allocator that triton had stays as it was."""
-
-    def inside() -> None:
-        triton.set_allocator(_scratch)
-        run()
-
-    contextvars.copy_context().run(inside)  # the allocator is a context variable
+    within = contextvars.copy_context()  # the allocator is a context variable
+    within.run(triton.set_allocator, _scratch)
+    within.run(run, *given)
 
 
 def check_device(kernel: Any, like: Tensor) -> None:
@@ -325,11 +322,11 @@ def room(
     return like.new_empty(shape, dtype=dtype)
 
 
-def row_numbers(values: Tensor, q: Tensor) -> Tensor:
-    """One float32 number for each row, contiguous."""
-    if values.dtype == torch.float32 and values.shape == q.shape[:-1] and values.is_contiguous():
+def row_numbers(values: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """One float32 number for each of ``rows``, contiguous."""
+    if values.dtype == torch.float32 and values.shape == rows and values.is_contiguous():
         return values
-    return values.to(torch.float32).expand(q.shape[:-1]).contiguous()
+    return values.to(torch.float32).expand(rows).contiguous()
 
 
 def power_of_2(n: int, least: int = 1) -> int:

@@ -103,12 +103,12 @@ def attend(
     masks = Masks(mask, key_lengths, cu_q, cu_k)
     forms = (form_of(q), form_of(k), form_of(v))
     run = _attend_launch(*forms, geometry, masks.form, float(dropout_p), row_max is not None, config)
-    packed = cu_q is not None
-    out = room(q, (*q.shape[:-1], v.shape[-1]), packed)
-    lse = room(q, q.shape[:-1], packed, torch.float32, -math.inf)
-    given = {"q": q, "k": k, "v": v, "beta": row_numbers(beta, q), "out": out, "lse": lse, "seed": seed}
+    rows, packed = q.shape[:-1], cu_q is not None
+    out = room(q, (*rows, v.shape[-1]), packed)
+    lse = room(q, rows, packed, torch.float32, -math.inf)
+    given = {"q": q, "k": k, "v": v, "beta": row_numbers(beta, rows), "out": out, "lse": lse, "seed": seed}
     if row_max is not None:
-        given["row_max"] = row_numbers(row_max, q)
+        given["row_max"] = row_numbers(row_max, rows)
     run(given | masks.given(q), q)
     return out, lse
 
