@@ -91,7 +91,7 @@ def _stock_is_fast(inputs: Inputs) -> bool:
 @torch.compiler.assume_constant_result
 def compute_capability(device: torch.device) -> int:
     """The generation of an NVIDIA GPU (9 is Hopper), 0 for any other device."""
-    return _ask_for_capability(device) if device.type == "cuda" and torch.version.hip is None else 0
+    return _ask_for_capability(device)
 
 
 @torch.compiler.assume_constant_result
@@ -111,7 +111,7 @@ def before_ampere(device: torch.device) -> bool:
 
 @functools.cache
 def _ask_for_capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.version.hip is None else 0
 
 
 @torch.compiler.assume_constant_result
