@@ -27,7 +27,7 @@ from .launch import (
     has_edges,
     policy_arguments,
     programs_of,
-    room,
+    room_like,
     row_numbers,
     shared_numbers,
     strides,
@@ -98,12 +98,12 @@ def backward(
     )  # fmt: skip
     forms = [form_of(given[name]) for name in ("q", "k", "v", "d_out")]
     rest = (geometry, masks.form, parts, float(dropout_p))
-    dq = room(q, q.shape, packed)
-    dbeta = room(q, q.shape[:-1], packed, torch.float32) if need_beta else None
+    dq = room_like(q, packed)
+    dbeta = room_like(given["row_max"], packed) if need_beta else None
     given |= {"dq": dq, "dbeta": given["delta"] if dbeta is None else dbeta}
     _query_launch(*forms, *rest, lowered, True, config[0])(given, q)
-    dk = room(k, k.shape, packed)
-    dv = room(v, v.shape, packed) if v is not None and grad_out is not None else None
+    dk = room_like(k, packed)
+    dv = room_like(v, packed) if v is not None and grad_out is not None else None
     given |= {"dk": dk, "dv": dk if dv is None else dv}
     _key_launch(*forms, *rest, config[1])(given, q)
     return dq, dk, dv, dbeta
@@ -138,7 +138,7 @@ def beta_gradient(
         q, k, v, beta, masks, out=out, lse=lse, grad_out=grad_out, row_max=row_max, need_beta=True, seed=seed
     )
     forms = [form_of(given[name]) for name in ("q", "k", "v", "d_out")]
-    dbeta = room(q, q.shape[:-1], cu_q is not None, torch.float32)
+    dbeta = room_like(given["row_max"], cu_q is not None)
     run = _query_launch(*forms, geometry, masks.form, parts, float(dropout_p), None, False, config)
     run(given | {"dq": q, "dbeta": dbeta}, q)
     return dbeta, given["delta"]

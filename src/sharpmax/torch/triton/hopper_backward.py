@@ -32,6 +32,7 @@ from .launch import (
     Launch,
     form_of,
     policy_arguments,
+    room_like,
     row_numbers,
     strides,
 )
@@ -130,7 +131,7 @@ def _tensors(
         "d_out": grad_out,
         **{name: row_numbers(x, (batch, heads, queries)) for name, x in rows.items()},
         "numbers": q.new_empty((batch * heads, -(-queries // LINES), NUMBERS, LINES), dtype=torch.float32),
-        **{f"d{name}": x.new_empty(x.shape) for name, x in (("q", q), ("k", k), ("v", v))},
+        **{f"d{name}": room_like(x, False) for name, x in (("q", q), ("k", k), ("v", v))},
     }
 
 
