@@ -45,8 +45,8 @@ def decode(
     output = value.new_empty((*query.shape[:3], value.shape[-1]))
     if stats.numel() == 0:
         return output, stats, beta
-    refused = decode_hopper.refusal(query, key, value, table, lengths, mask, left)
-    if not refused and decode_hopper.pays(query, key, table, left):
+    pays = decode_hopper.pays(query, key, table, left)
+    if pays and not decode_hopper.refusal(query, key, value, table, lengths, mask, left):
         decode_hopper.decode(
             query, key, value, table, lengths, scale, softcap, left, policy, splits, (output, stats, beta)
         )
