@@ -137,12 +137,12 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Any, cu_k: An
         raise misfit("the query's heads to be a multiple of the key's", tensors)
     for name, starts in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         check_whole(name, starts)
-        if starts.ndim != 1 or len(starts) < 1:
+        if starts.ndim != 1 or starts.shape[0] < 1:
             raise ValueError(f"expected {name} of shape [documents + 1], got shape {tuple(starts.shape)}")
         if starts.device != query.device and starts.device.type != "cpu":
             raise ValueError(f"expected {name} on the query's device {query.device}, got it on {starts.device}")
     if cu_q.shape != cu_k.shape:
         raise ValueError(f"expected as many documents of queries as of keys, got {len(cu_q) - 1} and {len(cu_k) - 1}")
-    for name, starts, tokens in (("cu_seqlens_q", cu_q, len(query)), ("cu_seqlens_k", cu_k, len(key))):
+    for name, starts, x in (("cu_seqlens_q", cu_q, query), ("cu_seqlens_k", cu_k, key)):
         if readable(starts):
-            ops.check_starts(name, starts.tolist(), tokens)
+            ops.check_starts(name, starts.tolist(), x.shape[0])
