@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ..core.policies import PAPER, Detached, Policy, lowered, needs_spread
+from ..core.policies import PAPER, Detached, Lowered, Policy, lowered, needs_spread
 from ..core.stats import RowStats
 from ..mechanisms import Mechanism
 from . import choice, fused, mechanisms, ops, reference, stock
@@ -135,11 +135,13 @@ def scaled_dot_product_attention(
     may_round = impl == "auto" and not choice.own_kernels_pay(inputs, policy, dropout_p, return_stats)
     chosen = choice.choose(impl, inputs, policy, may_round=may_round, drops=dropout_p > 0)
     with full_precision(inputs.q):
-        if not return_stats:
-            if (beta := _beta_without_statistics(inputs, policy)) is not None:
+        form = None if return_stats else lowered(policy)
+        if form is not None:
+            if (beta := _beta_without_statistics(inputs, form)) is not None:
                 return inputs.restore(_attend(inputs, beta, None, chosen, dropout_p))
-            if policy_inside(inputs, policy, chosen):
-                return inputs.restore(with_policy_inside(inputs, policy, chosen, dropout_p))
+            if policy_inside(inputs, policy, form, chosen):
+                detached = isinstance(policy, Detached)
+                return inputs.restore(with_policy_inside(inputs, form, detached, chosen, dropout_p))
         stats = _statistics(inputs, chosen, needs_spread(policy))
         beta = served_betas(row_betas(policy, stats), chosen)
         output = _attend(inputs, beta, stats.max, chosen, dropout_p)
@@ -219,17 +221,15 @@ def _statistics(inputs: Inputs, impl: str, with_min: bool) -> RowStats:
     return RowStats(top, total, moment, lowest if with_min else None, count)
 
 
-def is_number(policy: Policy) -> bool:
+def is_number(form: Lowered) -> bool:
     """Whether a policy gives every row the same beta."""
-    form = lowered(policy)
-    return form is not None and len(form.coefficients) == 1 and form.threshold == -math.inf
+    return len(form.coefficients) == 1 and form.threshold == -math.inf
 
 
-def _beta_without_statistics(inputs: Inputs, policy: Policy) -> Tensor | None:
+def _beta_without_statistics(inputs: Inputs, form: Lowered) -> Tensor | None:
     """Beta of a policy that is a number, or one of how many keys a row sees where no mask needs to be counted."""
     q, k, _, mask, key_lengths, geometry, _ = inputs
-    form = lowered(policy)
-    if form is None or not (is_number(policy) or (form.variable == "log_count" and mask is None)):
+    if not (is_number(form) or (form.variable == "log_count" and mask is None)):
         return None
     rows = torch.arange(q.shape[2], device=q.device)
     lengths = k.shape[2] if key_lengths is None else key_lengths[:, None, None]
@@ -238,29 +238,25 @@ def _beta_without_statistics(inputs: Inputs, policy: Policy) -> Tensor | None:
     return form(RowStats(empty, empty, empty, None, count))
 
 
-def policy_inside(inputs: Inputs, policy: Policy, impl: str) -> bool:
-    """Whether operators with the policy inside serve a call."""
-    numbers = lowered(policy) if impl in ("stock", "triton") else None
+def policy_inside(inputs: Inputs, policy: Policy, form: Lowered, impl: str) -> bool:
+    """Whether operators with a policy inside serve a call that ``impl`` was chosen for; ``form`` is the policy's."""
     return (
-        numbers is not None
-        and len(numbers.coefficients) <= LARGEST_POLYNOMIAL
+        impl in ("stock", "triton")
+        and len(form.coefficients) <= LARGEST_POLYNOMIAL
         and 0 not in (*inputs.q.shape, *inputs.k.shape)
-        and not choice.triton_refusal(inputs, policy)
+        and (impl == "triton" or not choice.triton_refusal(inputs, policy))
     )
 
 
 def with_policy_inside(
-    inputs: Inputs, policy: Policy, impl: str, dropout_p: float, starts: Starts = (None, None)
+    inputs: Inputs, form: Lowered, detached: bool, impl: str, dropout_p: float, starts: Starts = (None, None)
 ) -> Tensor:
     """The output of a call that :func:`policy_inside` holds for; ``starts`` of packed documents, for ``"triton"``."""
     q, k, v, mask, key_lengths, geometry, _ = inputs
-    numbers = lowered(policy)
     assert v is not None
-    assert numbers is not None
-    detached = isinstance(policy, Detached)
     if impl == "stock":
-        return stock.with_lowered(inputs, numbers, detached, dropout_p)
-    given = (geometry.numbers, fused.policy_numbers(numbers), detached)
+        return stock.with_lowered(inputs, form, detached, dropout_p)
+    given = (geometry.numbers, fused.policy_numbers(form), detached)
     return fused.adaptive_attention(
         q, k, v, mask, key_lengths, *starts, dropout_seed(dropout_p), *given, float(dropout_p)
     )[0]

@@ -69,16 +69,16 @@ def checked(
     query, key, value, attn_mask = under_autocast(query, key, value, attn_mask)
     _check_shapes(query, key, value, enable_gqa, maps)
     geometry = geometry_of(query, is_causal, scale, window, softcap)
-    leading = tuple(query.shape[:-2])
-    heads = query.shape[-3] if query.ndim > 2 else 1
-    logits = (*leading, query.shape[-2], key.shape[-2])
+    shape, keys = query.shape, key.shape[-2]
+    leading = tuple(shape[:-2])
+    if key_lengths is not None:
+        key_lengths = _lengths(key_lengths, shape[:-3], keys, query.device)
+    if attn_mask is not None:
+        attn_mask = _mask(attn_mask, (*leading, shape[-2], keys))
     if maps > 1:
-        leading = (*leading[:-1], heads // maps)
-    q, k, v = (None if x is None else _four(x) for x in (query, key, value))
-    assert q is not None
-    assert k is not None
-    lengths = _lengths(key_lengths, query.shape[:-3], key.shape[-2], query.device)
-    return Inputs(q, k, v, _mask(attn_mask, logits), lengths, geometry, leading)
+        leading = (*leading[:-1], (leading[-1] if leading else 1) // maps)
+    q, k, v = _four(query), _four(key), None if value is None else _four(value)
+    return Inputs(q, k, v, attn_mask, key_lengths, geometry, leading)
 
 
 def check_tensors(tensors: dict[str, Any]) -> None:
@@ -147,18 +147,19 @@ def type_name(dtype: torch.dtype) -> str:
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor | None, enable_gqa: bool, maps: int) -> None:
     tensors = [x for x in (query, key, value) if x is not None]
-    if query.ndim < 2 or any(x.ndim != query.ndim for x in tensors):
+    q, k, axes = query.shape, key.shape, query.ndim
+    if axes < 2 or key.ndim != axes or (value is not None and value.ndim != axes):
         raise misfit("tensors [..., length, columns] with the same number of axes", tensors)
-    if query.shape[-1] != key.shape[-1] or query.shape[-1] == 0:
+    if q[-1] != k[-1] or q[-1] == 0:
         raise misfit("query and key with the same number of columns, at least 1", tensors)
-    if value is not None and maps == 1 and value.shape[:-1] != key.shape[:-1]:
+    if value is not None and maps == 1 and value.shape[:-1] != k[:-1]:
         raise misfit("key and value of the same shape but for their last axis", tensors)
     if value is not None and maps > 1 and _heads_of_value(key, maps) != value.shape[:-1]:
         raise misfit(f"tensors with heads, {maps} of query and of key for each of value", tensors)
-    if query.shape[:-3] != key.shape[:-3]:
+    if q[:-3] != k[:-3]:
         raise misfit("the same batch axes (Tensor.expand repeats one without a copy)", tensors)
-    if query.ndim > 2 and query.shape[-3] != key.shape[-3]:
-        if key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]:
+    if axes > 2 and q[-3] != k[-3]:
+        if k[-3] == 0 or q[-3] % k[-3]:
             raise misfit("the query's heads to be a multiple of the key's", tensors)
         if not enable_gqa:
             raise misfit("as many heads of query as of key, or enable_gqa=True", tensors)
@@ -219,9 +220,7 @@ def _overrides_functions(x: Tensor) -> bool:
     return own is not torch._C._disabled_torch_function_impl and getattr(own, "__func__", own) is not plain.__func__
 
 
-def _mask(mask: Tensor | None, logits: tuple[int, ...]) -> Tensor | None:
-    if mask is None:
-        return None
+def _mask(mask: Tensor, logits: tuple[int, ...]) -> Tensor:
     if not broadcasts(tuple(mask.shape), logits):
         raise ValueError(f"expected attn_mask to broadcast against logits {logits}, got shape {tuple(mask.shape)}")
     mask = mask.reshape((1,) * (len(logits) - mask.ndim) + tuple(mask.shape))
@@ -232,9 +231,7 @@ def _mask(mask: Tensor | None, logits: tuple[int, ...]) -> Tensor | None:
     return mask.expand(*logits[:-3], *mask.shape[-3:]).reshape(product(logits[:-3]), *mask.shape[-3:])
 
 
-def _lengths(lengths: Any, batch_axes: tuple[int, ...], keys: int, device: torch.device) -> Tensor | None:
-    if lengths is None:
-        return None
+def _lengths(lengths: Any, batch_axes: tuple[int, ...], keys: int, device: torch.device) -> Tensor:
     check_whole("key_lengths", lengths)
     batch = product(batch_axes)
     if all(lengths.shape != shape for shape in ((batch,), batch_axes)):  # a compiler knows symbols by !=, not by in

@@ -91,7 +91,7 @@ def _stock_is_fast(inputs: Inputs) -> bool:
 @torch.compiler.assume_constant_result
 def compute_capability(device: torch.device) -> int:
     """The generation of an NVIDIA GPU (9 is Hopper), 0 for any other device."""
-    return _ask_for_capability(device) if device.type == "cuda" and torch.version.hip is None else 0
+    return _ask_for_capability(device)
 
 
 @torch.compiler.assume_constant_result
@@ -111,7 +111,7 @@ def before_ampere(device: torch.device) -> bool:
 
 @functools.cache
 def _ask_for_capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.version.hip is None else 0
 
 
 @torch.compiler.assume_constant_result
@@ -142,14 +142,15 @@ def own_kernels_pay(inputs: Inputs, policy: Policy, dropout_p: float, return_sta
     form = lowered(policy)
     if form is None or form.constant or form.floor < 0 or len(form.coefficients) > LARGEST_POLYNOMIAL:
         return False
-    if not all(hopper.regular(x.shape, x.stride()) for x in (q, k, v)):
-        return False
-    if not needs_gradient(q, k, v):
-        fills = hopper.fills(q.shape, hopper.ATTEND_ROWS, geometry.banded, count)
-        return fills and not hopper.plain_refusal(q, k, v, geometry)
-    if isinstance(policy, Detached) or return_stats:
-        return False
-    return hopper_backward.pays(q, k, geometry.banded, count) and not hopper_backward.refusal(q, k, v, geometry, form)
+    if needs_gradient(q, k, v):
+        if isinstance(policy, Detached) or return_stats:
+            return False
+        pays = hopper_backward.pays(q, k, geometry.banded, count)
+        served = pays and not hopper_backward.refusal(q, k, v, geometry, form)
+    else:
+        pays = hopper.fills(q.shape, hopper.ATTEND_ROWS, geometry.banded, count)
+        served = pays and not hopper.plain_refusal(q, k, v, geometry)
+    return served and all(hopper.regular(x.shape, x.stride()) for x in (q, k, v))
 
 
 def _refusal(impl: str, inputs: Inputs, policy: Policy | None, drops: bool) -> str:

@@ -43,9 +43,12 @@ class Operator:
         self._tracked = type(f"{self.__name__}_tracked", (torch.autograd.Function,), methods)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling() or named or _watched(arguments):
+        if torch.compiler.is_compiling() or named:
             return self.opaque(*arguments, **named)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        if _watched(tensors):
+            return self.opaque(*arguments)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return self.opaque(*arguments) if self._tracked is None else self._tracked.apply(*arguments)
         return self.function(*arguments)
 
@@ -55,23 +58,23 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     return lambda function: Operator(name, function)
 
 
-def stand_for_others(arguments: Iterable[Any]) -> bool:
+def stand_for_others(tensors: Iterable[Tensor]) -> bool:
     """Whether tensors may stand for others than those that lie in their memory: a transform, a trace, a subclass."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or any(isinstance(x, Tensor) and not _plain(x) for x in arguments)
+        or not all(map(_plain, tensors))
     )
 
 
-def _watched(arguments: tuple[Any, ...]) -> bool:
+def _watched(tensors: list[Tensor]) -> bool:
     """Whether something may want to see which operators run: a transform, a mode, a trace, a profiler, a subclass."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-        or stand_for_others(arguments)
+        or stand_for_others(tensors)
     )
 
 

@@ -8,6 +8,7 @@ tensor without elements. Operators with a policy inside are in :mod:`~sharpmax.t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ def check_starts(name: str, starts: list[int], tokens: int) -> None:
         )
 
 
+@functools.cache
 def kernels() -> Any:
     """The Triton implementation, imported when it is first needed."""
     from . import triton

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.policies import PAPER, Policy, needs_spread
+from ..core.policies import PAPER, Detached, Lowered, Policy, lowered, needs_spread
 from ..core.stats import RowStats
 from . import ops
 from .attention import (
@@ -93,8 +93,9 @@ def varlen_attention(
     chosen = choose(impl, inputs, policy, among=("streaming", "triton"), what="packed documents")
     starts = (cu_seqlens_q.to(q.device, torch.int32), cu_seqlens_k.to(q.device, torch.int32))
     with full_precision(q):
-        if not return_stats and (is_number(policy) or policy_inside(inputs, policy, chosen)):
-            return _without_statistics(inputs, policy, starts, dropout_p, chosen)[0].transpose(0, 1)
+        form = None if return_stats else lowered(policy)
+        if form is not None and (is_number(form) or policy_inside(inputs, policy, form, chosen)):
+            return _without_statistics(inputs, policy, form, starts, dropout_p, chosen)[0].transpose(0, 1)
         with_min, numbers = needs_spread(policy), geometry.numbers
         top, total, moment, lowest, count = ops.row_stats(q, k, None, None, *starts, numbers, with_min, chosen)
         stats = RowStats(top, total, moment, lowest if with_min else None, count)
@@ -105,10 +106,12 @@ def varlen_attention(
     return Attention(output, RowStats(*(None if field is None else field[0] for field in stats)), beta[0])
 
 
-def _without_statistics(inputs: Inputs, policy: Policy, starts: Starts, dropout_p: float, impl: str) -> Tensor:
+def _without_statistics(
+    inputs: Inputs, policy: Policy, form: Lowered, starts: Starts, dropout_p: float, impl: str
+) -> Tensor:
     """The output, where no statistics are needed between operators."""
-    if not is_number(policy):
-        return with_policy_inside(inputs, policy, impl, dropout_p, starts)
+    if not is_number(form):
+        return with_policy_inside(inputs, form, isinstance(policy, Detached), impl, dropout_p, starts)
     none = torch.zeros(inputs.q.shape[:3], dtype=accumulation(inputs.q.dtype), device=inputs.q.device)
     beta = row_betas(policy, RowStats(none, none, none, None, none))
     return _attend(inputs, beta, None, starts, dropout_p, impl)
@@ -134,12 +137,12 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Any, cu_k: An
         raise misfit("the query's heads to be a multiple of the key's", tensors)
     for name, starts in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         check_whole(name, starts)
-        if starts.ndim != 1 or len(starts) < 1:
+        if starts.ndim != 1 or starts.shape[0] < 1:
             raise ValueError(f"expected {name} of shape [documents + 1], got shape {tuple(starts.shape)}")
         if starts.device != query.device and starts.device.type != "cpu":
             raise ValueError(f"expected {name} on the query's device {query.device}, got it on {starts.device}")
     if cu_q.shape != cu_k.shape:
         raise ValueError(f"expected as many documents of queries as of keys, got {len(cu_q) - 1} and {len(cu_k) - 1}")
-    for name, starts, tokens in (("cu_seqlens_q", cu_q, len(query)), ("cu_seqlens_k", cu_k, len(key))):
+    for name, starts, x in (("cu_seqlens_q", cu_q, query), ("cu_seqlens_k", cu_k, key)):
         if readable(starts):
-            ops.check_starts(name, starts.tolist(), tokens)
+            ops.check_starts(name, starts.tolist(), x.shape[0])

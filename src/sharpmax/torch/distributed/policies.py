@@ -11,7 +11,7 @@ from ..attention import is_number
 def form_without_statistics(policy: Policy) -> Lowered | None:
     """A policy that is a number, or one of how many keys a row sees, as plain numbers; ``None`` for any other."""
     form = lowered(policy)
-    return form if form is not None and (is_number(policy) or form.variable == "log_count") else None
+    return form if form is not None and (is_number(form) or form.variable == "log_count") else None
 
 
 def beta_has_gradient(policy: Any) -> bool:

@@ -41,12 +41,12 @@ def decode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, (maximum, sum, moment) of each row, and beta, for a policy given by its numbers (:mod:`..fused`)."""
     stats = query.new_empty((3, *query.shape[:3]), dtype=torch.float32)
-    beta = torch.empty_like(stats[0])
+    beta = query.new_empty(query.shape[:3], dtype=torch.float32)
     output = value.new_empty((*query.shape[:3], value.shape[-1]))
     if stats.numel() == 0:
         return output, stats, beta
-    refused = decode_hopper.refusal(query, key, value, table, lengths, mask, left)
-    if not refused and decode_hopper.pays(query, key, table, left):
+    pays = decode_hopper.pays(query, key, table, left)
+    if pays and not decode_hopper.refusal(query, key, value, table, lengths, mask, left):
         decode_hopper.decode(
             query, key, value, table, lengths, scale, softcap, left, policy, splits, (output, stats, beta)
         )

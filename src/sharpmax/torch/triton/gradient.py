@@ -27,7 +27,7 @@ from .launch import (
     has_edges,
     policy_arguments,
     programs_of,
-    room,
+    room_like,
     row_numbers,
     shared_numbers,
     strides,
@@ -98,12 +98,12 @@ def backward(
     )  # fmt: skip
     forms = [form_of(given[name]) for name in ("q", "k", "v", "d_out")]
     rest = (geometry, masks.form, parts, float(dropout_p))
-    dq = room(q, q.shape, packed)
-    dbeta = room(q, q.shape[:-1], packed, torch.float32) if need_beta else None
+    dq = room_like(q, packed)
+    dbeta = room_like(given["row_max"], packed) if need_beta else None
     given |= {"dq": dq, "dbeta": given["delta"] if dbeta is None else dbeta}
     _query_launch(*forms, *rest, lowered, True, config[0])(given, q)
-    dk = room(k, k.shape, packed)
-    dv = room(v, v.shape, packed) if v is not None and grad_out is not None else None
+    dk = room_like(k, packed)
+    dv = room_like(v, packed) if v is not None and grad_out is not None else None
     given |= {"dk": dk, "dv": dk if dv is None else dv}
     _key_launch(*forms, *rest, config[1])(given, q)
     return dq, dk, dv, dbeta
@@ -138,7 +138,7 @@ def beta_gradient(
         q, k, v, beta, masks, out=out, lse=lse, grad_out=grad_out, row_max=row_max, need_beta=True, seed=seed
     )
     forms = [form_of(given[name]) for name in ("q", "k", "v", "d_out")]
-    dbeta = room(q, q.shape[:-1], cu_q is not None, torch.float32)
+    dbeta = room_like(given["row_max"], cu_q is not None)
     run = _query_launch(*forms, geometry, masks.form, parts, float(dropout_p), None, False, config)
     run(given | {"dq": q, "dbeta": dbeta}, q)
     return dbeta, given["delta"]
@@ -160,7 +160,7 @@ def _given(
     grad_scaled: Tensor | None = None, row_sum: Tensor | None = None, row_moment: Tensor | None = None,
 ) -> tuple[dict[str, Any], Parts]:  # fmt: skip
     """The tensors that both backward kernels take; one that is not needed is stood in for by ``q``."""
-    attends, scaled = grad_out is not None, grad_scaled is not None
+    attends, scaled, shape = grad_out is not None, grad_scaled is not None, q.shape[:-1]
     counts = scaled or grad_sum is not None or grad_moment is not None
     if attends and (v is None or beta is None or out is None or lse is None):
         raise ValueError("the gradient of attention needs v, beta, out and lse")
@@ -173,21 +173,21 @@ def _given(
     if not attends and not counts:
         raise ValueError("expected grad_out, grad_scaled, or grad_sum and grad_moment, got none of them")
     if scaled:
-        grad_sum, grad_moment = (q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(2))
-    elif counts:
-        zero = q.new_zeros(q.shape[:-1], dtype=torch.float32) if None in (grad_sum, grad_moment) else q
+        grad_sum, grad_moment = (q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    elif counts and (grad_sum is None or grad_moment is None):  # "in" would ask a tensor whether it equals None
+        zero = q.new_zeros(shape, dtype=torch.float32)
         grad_sum, grad_moment = (zero if g is None else g for g in (grad_sum, grad_moment))
     if grad_out is None or v is None:
         grad_out, v = q if grad_scaled is None else grad_scaled, q
     parts = Parts(attends, counts, scaled, need_beta, delta is not None)
     if delta is None:
-        delta = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        delta = q.new_empty(shape, dtype=torch.float32)
     rows = {
         "beta": beta, "lse": lse, "row_max": row_max, "row_sum": row_sum, "row_moment": row_moment,
         "grad_sum": grad_sum, "grad_moment": grad_moment, "delta": delta,
     }  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "d_out": grad_out, "out": q if out is None else out.contiguous(), "seed": seed}
-    tensors |= {name: q if values is None else row_numbers(values, q) for name, values in rows.items()}
+    tensors |= {name: q if x is None else row_numbers(x, shape) for name, x in rows.items()}
     return tensors | masks.given(q), parts
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..geometry import ALL, Geometry
 from .assembler import is_sound
-from .launch import OPTIONS, Form, Launch, Making, form_of, version
+from .launch import FORMS, OPTIONS, Form, Launch, Making, form_of, version
 
 LINES = 64
 """Rows of queries, or, for their gradients, of keys, that one warpgroup works on at a time."""
@@ -168,10 +168,12 @@ def _programs(q: Form, k: Form, shared: dict[str, Any], rows: int, tensors: int)
     }
 
 
-def strides(x: Form) -> list[int] | None:
+@functools.lru_cache(FORMS)
+def strides(x: Form) -> tuple[int, ...] | None:
     """Strides as the copy engine wants them, or ``None``; where an axis has one entry, any stride is as good."""
-    *outer, last = (8 if n == 1 and i < 3 else s for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)))
-    return [*outer, last] if x.aligned and regular(x.shape, x.strides) else None
+    if not (x.aligned and regular(x.shape, x.strides)):
+        return None
+    return tuple(8 if n == 1 and i < 3 else s for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)))
 
 
 def regular(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -187,7 +189,9 @@ def descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
     """
     kind, layout = _descriptor_parts(8 * x.dtype.itemsize)
     made: Any = object.__new__(kind)
-    made.base, made.shape, made.strides = x, list(x.shape), strides(form_of(x))
+    places = strides(form_of(x))
+    assert places is not None
+    made.base, made.shape, made.strides = x, list(x.shape), list(places)
     made.block_shape, made.layout = [1, 1, rows, columns or x.shape[-1]], layout
     return made
 

@@ -32,6 +32,7 @@ from .launch import (
     Launch,
     form_of,
     policy_arguments,
+    room_like,
     row_numbers,
     strides,
 )
@@ -121,16 +122,16 @@ def _tensors(
     """What the kernels read and write, by name."""
     q, k, v, grad_out = (_placed(x) for x in (q, k, v, grad_out))
     rows = {"beta": beta, "lse": lse, "row_max": row_max, "row_sum": row_sum, "row_moment": row_moment}
-    sequences, tiles = q.shape[0] * q.shape[1], -(-q.shape[2] // LINES)
+    batch, heads, queries, _ = q.shape
     return {
         "q": q,
         "k": k,
         "v": v,
         "out": out,
         "d_out": grad_out,
-        **{name: row_numbers(x, q) for name, x in rows.items()},
-        "numbers": q.new_empty((sequences, tiles, NUMBERS, LINES), dtype=torch.float32),
-        **{f"d{name}": x.new_empty(x.shape) for name, x in (("q", q), ("k", k), ("v", v))},
+        **{name: row_numbers(x, (batch, heads, queries)) for name, x in rows.items()},
+        "numbers": q.new_empty((batch * heads, -(-queries // LINES), NUMBERS, LINES), dtype=torch.float32),
+        **{f"d{name}": room_like(x, False) for name, x in (("q", q), ("k", k), ("v", v))},
     }
 
 

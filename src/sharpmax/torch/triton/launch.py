@@ -91,9 +91,17 @@ class Masks(NamedTuple):
         mask, key_lengths, cu_q, cu_k = self
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
-        numbers = (None if x is None else x.to(torch.int32).contiguous() for x in (cu_q, cu_k, key_lengths))
-        found = zip(("mask", "cu_q", "cu_k", "key_lengths"), (mask, *numbers), strict=True)
-        return {name: q if x is None else x for name, x in found}
+        return {
+            "mask": q if mask is None else mask,
+            "cu_q": q if cu_q is None else _whole_numbers(cu_q),
+            "cu_k": q if cu_k is None else _whole_numbers(cu_k),
+            "key_lengths": q if key_lengths is None else _whole_numbers(key_lengths),
+        }
+
+
+def _whole_numbers(x: Tensor) -> Tensor:
+    """``x`` as kernels take whole numbers."""
+    return x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
 
 
 class MaskForm(NamedTuple):
@@ -153,7 +161,7 @@ class Launch:
         check_device(self.kernel, like)
         with torch.cuda.device_of(like):
             if self.scratch:
-                with_scratch(functools.partial(self._run, given))
+                with_scratch(self._run, given)
             else:
                 self._run(given)
 
@@ -195,14 +203,11 @@ def tiled(
     return Launch(kernel, programs, numbers, options, scratch=descriptors and on_gpu)
 
 
-def with_scratch(run: Callable[[], Any]) -> None:
+def with_scratch(run: Callable[..., None], *given: Any) -> None:
     """Run a launch that keeps descriptors in memory of the device; the allocator that triton had stays as it was."""
-
-    def inside() -> None:
-        triton.set_allocator(_scratch)
-        run()
-
-    contextvars.copy_context().run(inside)  # the allocator is a context variable
+    within = contextvars.copy_context()  # the allocator is a context variable
+    within.run(triton.set_allocator, _scratch)
+    within.run(run, *given)
 
 
 def check_device(kernel: Any, like: Tensor) -> None:
@@ -317,11 +322,18 @@ def room(
     return like.new_empty(shape, dtype=dtype)
 
 
-def row_numbers(values: Tensor, q: Tensor) -> Tensor:
-    """One float32 number for each row, contiguous."""
-    if values.dtype == torch.float32 and values.shape == q.shape[:-1] and values.is_contiguous():
+def room_like(x: Tensor, packed: bool, fill: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
+    """:func:`room` of the shape of ``x``, which costs the host less."""
+    if packed:
+        return torch.full_like(x, fill, dtype=dtype, memory_format=torch.contiguous_format)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def row_numbers(values: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """One float32 number for each of ``rows``, contiguous."""
+    if values.dtype == torch.float32 and values.shape == rows and values.is_contiguous():
         return values
-    return values.to(torch.float32).expand(q.shape[:-1]).contiguous()
+    return values.to(torch.float32).expand(rows).contiguous()
 
 
 def power_of_2(n: int, least: int = 1) -> int:

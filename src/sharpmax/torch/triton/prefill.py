@@ -31,6 +31,7 @@ from .launch import (
     policy_arguments,
     programs_of,
     room,
+    room_like,
     row_numbers,
     shared_numbers,
     tiled,
@@ -103,12 +104,12 @@ def attend(
     masks = Masks(mask, key_lengths, cu_q, cu_k)
     forms = (form_of(q), form_of(k), form_of(v))
     run = _attend_launch(*forms, geometry, masks.form, float(dropout_p), row_max is not None, config)
-    packed = cu_q is not None
-    out = room(q, (*q.shape[:-1], v.shape[-1]), packed)
-    lse = room(q, q.shape[:-1], packed, torch.float32, -math.inf)
-    given = {"q": q, "k": k, "v": v, "beta": row_numbers(beta, q), "out": out, "lse": lse, "seed": seed}
+    rows, packed = q.shape[:-1], cu_q is not None
+    beta = row_numbers(beta, rows)
+    out, lse = room(q, (*rows, v.shape[-1]), packed), room_like(beta, packed, -math.inf)
+    given = {"q": q, "k": k, "v": v, "beta": beta, "out": out, "lse": lse, "seed": seed}
     if row_max is not None:
-        given["row_max"] = row_numbers(row_max, q)
+        given["row_max"] = row_numbers(row_max, rows)
     run(given | masks.given(q), q)
     return out, lse
 
@@ -119,12 +120,13 @@ def _stats(
 ) -> Any:  # fmt: skip
     scaled = scaled and lowered is not None
     run = _stats_launch(form_of(q), form_of(k), geometry, masks.form, with_min, lowered, scaled, config)
-    shape, packed = q.shape[:-1], masks.cu_q is not None
-    highest, total, moment = (room(q, shape, packed, torch.float32, fill) for fill in (-math.inf, 0.0, 0.0))
-    count = room(q, shape, packed, torch.int32)
-    lowest = room(q, shape, packed, torch.float32, math.inf) if with_min else None
-    beta = room(q, shape, packed, torch.float32) if lowered is not None else None
-    query = room(q, q.shape, packed) if scaled else None
+    packed = masks.cu_q is not None
+    highest = room(q, q.shape[:-1], packed, torch.float32, -math.inf)
+    total, moment = room_like(highest, packed), room_like(highest, packed)
+    count = room_like(highest, packed, dtype=torch.int32)
+    lowest = room_like(highest, packed, math.inf) if with_min else None
+    beta = room_like(highest, packed) if lowered is not None else None
+    query = room_like(q, packed) if scaled else None
     given = {
         "q": q,
         "k": k,
