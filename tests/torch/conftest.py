@@ -38,7 +38,7 @@ def small_tiles(triton_everywhere: list[str], monkeypatch: pytest.MonkeyPatch) -
 
     launches = (prefill._stats_launch, prefill._attend_launch, gradient._query_launch, gradient._key_launch)
     for module in (prefill, gradient):
-        monkeypatch.setattr(module, "tiles_for", lambda *_: Tiles(16, 16, 4, 1))
+        monkeypatch.setattr(module, "tiles_for", lambda *_, **__: Tiles(16, 16, 4, 1))
     for launch in launches:
         launch.cache_clear()
     yield triton_everywhere

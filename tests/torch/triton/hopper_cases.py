@@ -61,7 +61,7 @@ def random_cases(draw: st.DrawFn) -> Case:
     longest = 700 if ON_HOPPER else 300
     bands = [(ALL, False), (0, False), (0, True), (5, False), (300, True), (2**30, False)]
     right, lower_right = draw(st.sampled_from(bands))
-    geometry = Geometry(draw(st.sampled_from([0.0, 1e-3, 0.1, 3.0])), right=right, lower_right=lower_right)
+    geometry = Geometry(draw(st.sampled_from([1e-6, 1e-3, 0.1, 3.0])), right=right, lower_right=lower_right)
     sizes = draw(st.sampled_from([NARROW, WIDE]))
     return Case(
         "random", heads=heads, key_heads=key_heads, queries=draw(st.integers(1, longest)),
