@@ -466,9 +466,32 @@ def short_phrases() -> list[str]:
         for case in cases
         for what in DIRECTIONS
     ]
+    short = [case["times"] for case in cases if case["shape"][2] == 1024]
+    of_cudnn = [extremes([times[f"auto {what}"]["ratio_to_cudnn"] for times in short]) for what in DIRECTIONS]
     return [
         f"sharpmax took {forward} forward and {both} with backward",
         f"literal Figure 4 took {min(ratios):.2f} to {max(ratios):.1f} times as long",
+        f"{of_cudnn[0]} times as long as cuDNN's attention forward and {of_cudnn[1]} times with backward",
+    ]
+
+
+def causal_phrases() -> list[str]:
+    """What docs/attention_performance.md says of one call in several runs."""
+    (case,) = (case for case in attention_results() if case["shape"] == MAIN and case["causal"])
+    (normal,) = load("benchmarks/results/attention_cuda.json")["standard_normal"]
+    times, normally = case["times"], normal["times"]["auto forward"]
+    alone = sum(times[f"kernel {name}"]["ms"] for name in ("stats", "attend"))
+    (other,) = (
+        kind["milliseconds"]["sharpmax forward"]
+        for kind in load("benchmarks/results/attention_kinds_cuda.json")["results"]
+        if kind["kind"] == "causal"
+    )
+    whole = times["auto forward"]
+    return [
+        f"took {whole['ms']:.2f} ms, {whole['ratio_to_cudnn']:.2f} times as long as cuDNN's forward",
+        f"its two kernels by themselves took {alone:.2f} ms",
+        f"{normally['ratio_to_cudnn']:.2f} times as long as cuDNN's; in",
+        f"it took {other:.2f} ms.",
     ]
 
 
@@ -537,11 +560,13 @@ def attention_doc_phrases() -> list[str]:
         *of_kernels(decode_limits),
         f"forward takes {ranges['forward']} times as long as cuDNN",
         f"needs {detached_memory()} times the memory of cuDNN's",
-        f"{ranges['flash forward']} times as long as FlashAttention 2 (at 64 columns "
-        f"{ranges['narrow flash forward']} times)",
-        f"forward and backward together take {ranges['backward']} times as long as cuDNN's (at 64 columns "
-        f"{ranges['narrow backward']} times), and, up to 32,768 tokens, {ranges['flash forward+backward']} times as "
-        f"long as FlashAttention 2 (at 64 columns {ranges['narrow flash forward+backward']} times)",
+        f"{ranges['flash forward']} times as long as FlashAttention 2 (with 64 columns, "
+        f"at 16,384 tokens, {ranges['narrow flash forward']} times)",
+        f"forward and backward together take {ranges['backward']} times as long as cuDNN's (with 64 columns, "
+        f"at 16,384 tokens, {ranges['narrow backward']} times), and, up to 32,768 tokens, "
+        f"{ranges['flash forward+backward']} times as long as FlashAttention 2 (with 64 columns, at 16,384 tokens, "
+        f"{ranges['narrow flash forward+backward']} times)",
+        *causal_phrases(),
     ]
 
 

@@ -86,11 +86,12 @@ def scaled_dot_product_attention(
       scale: what products of query and key are multiplied by; ``1 / sqrt(D)`` by default.
       enable_gqa: allow more heads of the query than of the key; keys and values are not repeated in memory.
       policy: maps :class:`~sharpmax.RowStats` ``[B, Hq, Lq]`` to beta; any callable, module or built-in policy, by
-        default :data:`sharpmax.PAPER`. ``sharpmax.Constant(1.0)`` is plain softmax. Gradient flows through beta unless
-        the policy is :func:`~sharpmax.detached`. Betas should not be negative: ``"triton"`` does not check, and may
-        give infinities or NaN for them, as the others do where powers grow too large. Rows of infinite beta are hard,
-        uniform over their largest logits, with ``"reference"`` and ``"streaming"``; ``"triton"`` and ``"stock"`` refuse
-        :class:`~sharpmax.Hard`, and take 10,000 for an infinity that any other policy gives.
+        default :data:`sharpmax.PAPER`. ``sharpmax.Constant(1.0)`` is plain softmax. Gradient flows through what beta
+        has of entropy, lse and mean, unless the policy is :func:`~sharpmax.detached`. Betas should not be negative:
+        ``"triton"`` does not check, and may give infinities or NaN for them, as the others do where powers grow too
+        large. Rows of infinite beta are hard, uniform over their largest logits, with ``"reference"`` and
+        ``"streaming"``; ``"triton"`` and ``"stock"`` refuse :class:`~sharpmax.Hard`, and take 10,000 for an infinity
+        that any other policy gives.
       mechanism: what makes weights of logits in the place of softmax and policy: a name of
         ``sharpmax.mechanisms.MECHANISMS``, a mechanism (with the parameters that it starts from, if it has any), or a
         :class:`~sharpmax.torch.Learnable` that holds them. The default policy is not used then, and any other is

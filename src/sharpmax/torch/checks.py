@@ -235,8 +235,9 @@ def _lengths(lengths: Any, batch_axes: tuple[int, ...], keys: int, device: torch
     check_whole("key_lengths", lengths)
     batch = product(batch_axes)
     if all(lengths.shape != shape for shape in ((batch,), batch_axes)):  # a compiler knows symbols by !=, not by in
+        axes = tuple(batch_axes) if batch_axes else "(): without an axis before the heads there is one length"
         raise ValueError(
-            f"expected key_lengths of shape {tuple(batch_axes)}, one for each batch element, got {tuple(lengths.shape)}"
+            f"expected key_lengths of shape {axes}, one for each batch element, got {tuple(lengths.shape)}"
         )
     if lengths.device != device:
         raise ValueError(f"expected key_lengths on the query's device {device}, got it on {lengths.device}")
