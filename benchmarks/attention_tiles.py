@@ -93,7 +93,7 @@ def sweep_runs(width: int, kind: str, shape: tuple[int, int, int]) -> dict[str, 
 
 
 def masked_runs(x: Inputs, mask: torch.Tensor, beta: torch.Tensor) -> dict[str, Callable[[Tiles], Any]]:
-    """The same with a mask, under which nothing is left to stock attention; the backward kernels each alone."""
+    """The same with a mask, under which nothing is left to stock attention."""
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
     row_max = prefill.row_stats(q, k, x.geometry, mask=mask)[0]
     out, lse = prefill.attend(q, k, v, beta, x.geometry, mask=mask)

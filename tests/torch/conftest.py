@@ -34,13 +34,12 @@ def small_tiles(triton_everywhere: list[str], monkeypatch: pytest.MonkeyPatch) -
     if torch.cuda.is_available():
         yield triton_everywhere
         return
-    from sharpmax.torch.triton import Tiles, gradient, prefill
+    from sharpmax.torch.triton import Tiles, gradient, launch, prefill
 
     launches = (prefill._stats_launch, prefill._attend_launch, gradient._query_launch, gradient._key_launch)
-    for module in (prefill, gradient):
-        monkeypatch.setattr(module, "tiles_for", lambda *_, **__: Tiles(16, 16, 4, 1))
-    for launch in launches:
-        launch.cache_clear()
+    monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(16, 16, 4, 1))
+    for cached in launches:
+        cached.cache_clear()
     yield triton_everywhere
-    for launch in launches:
-        launch.cache_clear()
+    for cached in launches:
+        cached.cache_clear()

@@ -296,7 +296,7 @@ def test_values_without_columns(impl: str) -> None:
         scaled_dot_product_attention(x, x, x[..., :0], impl="stock")
 
 
-def test_auto_knows_that_triton_takes_no_values_without_columns_and_no_old_gpus(
+def test_auto_knows_what_triton_does_not_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choice, "HAS_TRITON", True)
@@ -310,8 +310,12 @@ def test_auto_knows_that_triton_takes_no_values_without_columns_and_no_old_gpus(
             return device if name == "device" else getattr(x, name)
 
     gpu: Any = OnGpu()
-    for capability, words in ((8, "values without columns"), (7, "GPUs before Ampere")):
+    old = "a call with a Triton older than 3.4 (pip install 'triton>=3.4')"
+    for capability, triton, words in (
+        (8, (3, 4), "values without columns"), (7, (3, 10), "GPUs before Ampere"), (9, (3, 3), old),
+    ):  # fmt: skip
         monkeypatch.setattr(choice, "compute_capability", lambda _, found=capability: found)
+        monkeypatch.setattr(choice, "_triton_version", lambda found=triton: found)
         assert choice.triton_refusal(made._replace(q=gpu), None) == words
 
 

@@ -14,6 +14,8 @@ from .learnable import parameters_of
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+LEAST_TRITON = (3, 4)
+"""The first version of Triton that compiles the kernels."""
 CUDNN_FIRST = (9, 10)
 """The generations of GPUs (Hopper and Blackwell's for data centres) on which cuDNN's attention is torch's fastest."""
 
@@ -109,6 +111,19 @@ def before_ampere(device: torch.device) -> bool:
     return 0 < compute_capability(device) < 8
 
 
+@torch.compiler.assume_constant_result
+def triton_is_old() -> bool:
+    """Whether the Triton that is installed is one that does not compile the kernels."""
+    return _triton_version() < LEAST_TRITON
+
+
+@functools.cache
+def _triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
 @functools.cache
 def _ask_for_capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.version.hip is None else 0
@@ -173,6 +188,8 @@ def triton_refusal(inputs: Inputs, policy: Policy | None) -> str:
         return "a call without Triton (pip install 'sharpmax[triton]')"
     if q.device.type != "cuda":
         return f"tensors on {q.device.type}"
+    if triton_is_old():
+        return "a call with a Triton older than 3.4 (pip install 'triton>=3.4')"
     if before_ampere(q.device):
         return "GPUs before Ampere"
     if q.dtype == torch.float64:

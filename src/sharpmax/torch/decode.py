@@ -33,7 +33,7 @@ from .checks import (
     readable,
     type_name,
 )
-from .choice import HAS_TRITON, before_ampere
+from .choice import HAS_TRITON, before_ampere, triton_is_old
 from .fused import policy_numbers
 from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL, Geometry, capacity_of, heads_of, visible_counts
 from .learnable import parameters_of
@@ -258,6 +258,8 @@ def _obstacle(query: Tensor, cache: _Cache) -> str | None:
     """Why the kernels cannot serve the call, if so."""
     if not HAS_TRITON:
         return "impl='triton' needs the package triton: pip install 'sharpmax[triton]'"
+    if triton_is_old():
+        return "impl='triton' needs Triton 3.4 or later: pip install 'triton>=3.4'"
     from .triton import decode as kernels
 
     if query.dtype not in kernels.TYPES:

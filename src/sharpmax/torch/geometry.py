@@ -22,6 +22,8 @@ ALL = -1
 """A side of the band that has no bound."""
 LARGEST_HEAD = 256
 """Columns of a head that the Triton kernels take."""
+LEAST_SCALE = 1e-30
+"""Below it, negative scales included, kernels multiply logits by the scale first: in float32 it is about to be 0."""
 LARGEST_POLYNOMIAL = 8
 """Coefficients of a policy that the Triton kernels evaluate themselves."""
 

@@ -183,7 +183,7 @@ REFUSED: list[tuple[str, Case, dict[str, Any]]] = [
     ("calls without a window", replace(PLAIN, geometry=Geometry(0.1, left=5, right=0)), {}),
     ("calls without a mask", replace(PLAIN, mask="boolean"), {}),
     ("calls without a softcap or a scale that is not positive", replace(PLAIN, geometry=Geometry(-0.1)), {}),
-    ("calls without a softcap or a scale that is not positive", replace(PLAIN, geometry=Geometry(0.0)), {}),
+    ("calls without a softcap or a scale that is not positive", replace(PLAIN, geometry=Geometry(1e-46)), {}),
     ("calls without packed documents", replace(PLAIN, q_offsets=(0, 300), k_offsets=(0, 300)), {}),
     ("heads of 64 or 128 columns in a two-byte type", replace(PLAIN, width=32), {}),
     ("tensors that are not empty", replace(PLAIN, queries=0), {}),

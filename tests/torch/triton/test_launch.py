@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from sharpmax.torch.triton import launch as launch_module
 from sharpmax.torch.triton.launch import Launch, Masks, _expanded_strides, form_of
 from tests.torch.triton.compiled import LAUNCHES, printed
 
@@ -79,15 +78,6 @@ def test_other_types_are_left_to_triton() -> None:
     assert [entry[0] for entry in kernel.seen] == ["first"] * 4 + ["again"]
 
 
-def test_before_triton_3_3_every_launch_is_tritons_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "version", lambda: (3, 2))
-    kernel, x = Kernel(), torch.zeros(8)
-    run = launch(kernel)
-    for _ in range(2):
-        run({"x": x, "out": x, "seed": 0}, x)
-    assert [entry[0] for entry in kernel.seen] == ["first"] * 2
-
-
 def test_an_interpreted_kernel_is_launched_as_ever() -> None:
     kernel, x = Kernel(interpreted=True), torch.zeros(8)
     run = launch(kernel)
@@ -133,6 +123,10 @@ def test_masks_stand_in() -> None:
     assert given["mask"].dtype == torch.uint8
     assert given["cu_q"] is q
     assert Masks().form == (None, False, None)
+    wide = Masks.of(torch.tensor([[-1e300, 0.5]], dtype=torch.float64))
+    assert wide.form.mask is not None
+    assert wide.form.mask.dtype == torch.float32
+    assert wide.given(q)["mask"].tolist() == [[-torch.inf, 0.5]]
     assert Masks(cu_q=torch.arange(4), cu_k=torch.arange(4)).form.documents == 3
 
 

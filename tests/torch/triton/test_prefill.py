@@ -34,6 +34,7 @@ CASES = (
     Case("lengths", batch=2, key_heads=1, lengths=(0, 23), geometry=Geometry(0.25, left=30, right=3, lower_right=True)),
     Case("boolean mask", batch=2, heads=1, key_heads=1, mask="boolean", geometry=Geometry(0.25, right=0)),
     Case("boolean mask, scale of 0", mask="boolean", geometry=Geometry(0.0)),
+    Case("causal, scale of 0 in float32", geometry=Geometry(1e-46, right=0)),
     Case("bias and softcap", mask="bias", geometry=Geometry(0.25, softcap=4.0)),
     Case("softcap", geometry=Geometry(0.25, softcap=4.0, right=0), keys=64, queries=64),
     Case("negative scale", geometry=Geometry(-0.25, right=0)),
@@ -63,8 +64,8 @@ GPU_CASES = {torch.bfloat16: CASES[1:-3] + CASES[-1:] + WIDE, torch.float16: CAS
 
 
 INTERPRETED = (
-    "causal", "grouped, from the end", "lengths", "boolean mask", "boolean mask, scale of 0", "bias and softcap",
-    "packed",
+    "causal", "grouped, from the end", "lengths", "boolean mask", "boolean mask, scale of 0", "causal, scale of 0 in float32",
+    "bias and softcap", "packed",
 )  # fmt: skip
 """What the interpreter, which is slow, runs unless all is asked for."""
 
@@ -358,15 +359,16 @@ def test_what_is_no_number_reaches_the_rows_that_see_it_alone(kind: str, device:
 def test_tiles_under_a_mask_and_of_a_bounded_band(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_module, "_large_memory", lambda _: True)
     for width in (16, 64, 65, 128, 129, 256):
-        full, banded, masked, both = (
-            tiles_module.tiles_for(kernel, width, torch.bfloat16, torch.device("cpu"), banded=band, masked=mask)
-            for mask in (False, True)
-            for band in (False, True)
-        )
+
+        def found(band: bool, mask_bytes: int, width: int = width) -> Any:
+            device = torch.device("cpu")
+            return tiles_module.tiles_for(kernel, width, torch.bfloat16, device, banded=band, mask_bytes=mask_bytes)
+
         limit = 64 if width <= 64 else 128 if width <= 128 else 256
-        assert (full != banded) == ((kernel, limit) in tiles_module.LARGE_BANDED)
-        assert (full != masked) == ((kernel, limit) in tiles_module.LARGE_MASKED)
-        assert both == masked
+        assert (found(False, 0) != found(True, 0)) == ((kernel, limit) in tiles_module.LARGE_BANDED)
+        assert (found(False, 0) != found(False, 1)) == ((kernel, limit) in tiles_module.LARGE_MASKED)
+        assert (found(False, 2) != found(False, 4)) == ((kernel, limit) in tiles_module.LARGE_MASKED_WIDE)
+        assert all(found(True, size) == found(False, size) for size in (1, 2, 4))
 
 
 @pytest.mark.parametrize("device", [DEVICE])

@@ -32,10 +32,11 @@ from .launch import (
     shared_numbers,
     strides,
     tiled,
+    usual_tiles,
     value_numbers,
 )
 from .stats_kernel import policy_gradient_kernel
-from .tiles import Tiles, tiles_for
+from .tiles import Tiles
 
 POLICY_ROWS, POLICY_WARPS = 1024, 4
 """Rows and warps of a program that takes the gradient of a policy."""
@@ -90,7 +91,7 @@ def backward(
     """
     if grad_scaled is not None and lowered is None:
         raise ValueError("the gradient of beta * q needs the policy that made beta, lowered")
-    masks, packed = Masks(mask, key_lengths, cu_q, cu_k), cu_q is not None
+    masks, packed = Masks.of(mask, key_lengths, cu_q, cu_k), cu_q is not None
     given, parts = _given(
         q, k, v, beta, masks, out=out, lse=lse, grad_out=grad_out, row_max=row_max, grad_sum=grad_sum,
         grad_moment=grad_moment, delta=delta, need_beta=need_beta, seed=seed, grad_scaled=grad_scaled, row_sum=row_sum,
@@ -133,7 +134,7 @@ def beta_gradient(
     What the policy makes of dbeta is the cotangent of the statistics, after which :func:`backward` does all the rest
     at once: nine products in place of the eleven of two backward passes one after the other.
     """
-    masks = Masks(mask, key_lengths, cu_q, cu_k)
+    masks = Masks.of(mask, key_lengths, cu_q, cu_k)
     given, parts = _given(
         q, k, v, beta, masks, out=out, lse=lse, grad_out=grad_out, row_max=row_max, need_beta=True, seed=seed
     )
@@ -212,7 +213,7 @@ def _query_launch(
     shared = shared_numbers(q, k, v if parts.attend else None, geometry, masks)
     kernel = "stats query" if not parts.attend else "query" if need_query else "beta"
     width = max(q.shape[-1], v.shape[-1])
-    tiles = config or tiles_for(kernel, width, q.dtype, q.device, banded=geometry.banded, masked=masks.mask is not None)
+    tiles = config or usual_tiles(kernel, width, q, geometry, masks)
     return tiled(
         query_kernel,
         programs_of(shared, tiles.rows, by_key=False),
@@ -234,7 +235,7 @@ def _key_launch(
     shared = shared_numbers(q, k, v if parts.attend else None, geometry, masks)
     width = max(q.shape[-1], v.shape[-1])
     kernel = "key" if parts.attend else "stats key"
-    tiles = config or tiles_for(kernel, width, q.dtype, q.device, banded=geometry.banded, masked=masks.mask is not None)
+    tiles = config or usual_tiles(kernel, width, q, geometry, masks)
     uneven = shared["k_len"] % tiles.keys != 0 or shared["q_len"] % tiles.rows != 0
     return tiled(
         key_kernel,

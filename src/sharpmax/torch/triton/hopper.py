@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..geometry import ALL, Geometry
+from ..geometry import ALL, LEAST_SCALE, Geometry
 from .assembler import is_sound
 from .launch import FORMS, OPTIONS, Form, Launch, Making, form_of, version
 
@@ -65,7 +65,7 @@ def plain_refusal(q: Tensor | Form, k: Tensor | Form, v: Tensor | Form, geometry
 
     Masks, devices and how tensors lie in memory are for others to look at.
     """
-    if geometry.softcap > 0 or geometry.scale <= 0:
+    if geometry.softcap > 0 or geometry.scale < LEAST_SCALE:
         return "calls without a softcap and with a positive scale"
     aligned = not geometry.lower_right or q.shape[2] == k.shape[2]
     if geometry.left != ALL or geometry.right not in (ALL, 0) or not aligned:

@@ -20,11 +20,11 @@ import triton
 from torch import Tensor
 
 from ...core.policies.base import Lowered
-from ..geometry import ALL, LARGEST_HEAD, Geometry
+from ..geometry import ALL, LARGEST_HEAD, LEAST_SCALE, Geometry
 from .assembler import sound_assembler
 from .blocks import BIAS, BOOLEAN, NONE
 from .policy import policy_values
-from .tiles import Tiles
+from .tiles import Kernel, Tiles, tiles_for
 
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,8 +37,6 @@ LEAST_SIDE = 16
 """Rows or columns of the smallest tile that products take."""
 ALIGNMENT = 16
 """Bytes at whose multiples a tensor should begin: compiled kernels differ by that, and descriptors need it."""
-ALL_ARGUMENTS = (3, 3)
-"""The version of Triton from which on compiled kernels are launched with all arguments, constants included."""
 
 
 @functools.cache
@@ -69,6 +67,11 @@ class Masks(NamedTuple):
     key_lengths: Tensor | None = None
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+
+    @classmethod
+    def of(cls, mask: Tensor | None, *others: Tensor | None) -> Masks:
+        """Those of a call; a mask of eight bytes becomes one of four, which logits have."""
+        return cls(mask.to(torch.float32) if mask is not None and mask.dtype == torch.float64 else mask, *others)
 
     @property
     def form(self) -> MaskForm:
@@ -182,7 +185,7 @@ class Launch:
         with sound_assembler(self.kernel) as more:
             compiled = self.kernel[self.grid](*arguments, **self.options, **more)
         # The interpreter compiles nothing.
-        if self.again is None and aligned and compiled is not None and version() >= ALL_ARGUMENTS:
+        if self.again is None and aligned and compiled is not None:
             self.kinds, self.again = kinds, compiled[self.grid]
 
 
@@ -195,8 +198,7 @@ def tiled(
     kernel: Any, programs: int, tiles: Tiles, shared: dict[str, Any], streamed: tuple[Form, ...], **numbers: Any
 ) -> Launch:
     """The launch of a kernel that goes through ``streamed`` tensors in tiles."""
-    known = hasattr(triton.language, "make_tensor_descriptor")  # from triton 3.4 on
-    descriptors = tiles.descriptors and known and all(_describable(x) for x in streamed)
+    descriptors = tiles.descriptors and all(_describable(x) for x in streamed)
     numbers |= shared | {"ROWS": tiles.rows, "KEYS": tiles.keys, "TMA": descriptors}
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, **OPTIONS}
     on_gpu = streamed[0].device.type == "cuda"
@@ -239,7 +241,7 @@ def shared_numbers(q: Form, k: Form, v: Form | None, geometry: Geometry, masks: 
         mask_strides = _expanded_strides(mask, (batch, heads, q_len, k.shape[2]))
         if kind == BIAS:
             limit = max(limit, torch.finfo(mask.dtype).min / 2)
-    bent = geometry.softcap > 0 or kind == BIAS or geometry.scale <= 0
+    bent = geometry.softcap > 0 or kind == BIAS or geometry.scale < LEAST_SCALE
     scale2 = geometry.scale * LOG2E
     return {
         **strides("q", q, "bhld"),
@@ -270,6 +272,12 @@ def shared_numbers(q: Form, k: Form, v: Form | None, geometry: Geometry, masks: 
         "CAP": geometry.softcap > 0,
         "BENT": bent,
     }
+
+
+def usual_tiles(kernel: Kernel, width: int, q: Form, geometry: Geometry, masks: MaskForm) -> Tiles:
+    """The tiles that the tables have for a call."""
+    mask_bytes = 0 if masks.mask is None else masks.mask.dtype.itemsize
+    return tiles_for(kernel, width, q.dtype, q.device, banded=geometry.banded, mask_bytes=mask_bytes)
 
 
 def _expanded_strides(x: Form, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -35,10 +35,11 @@ from .launch import (
     row_numbers,
     shared_numbers,
     tiled,
+    usual_tiles,
     value_numbers,
 )
 from .stats_kernel import stats_kernel
-from .tiles import Kernel, Tiles, tiles_for
+from .tiles import Tiles
 
 Config = Tiles | Literal["hopper"]
 """Which kernel to take: the portable one with these tiles, or the one for Hopper."""
@@ -57,7 +58,7 @@ def row_stats(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Maximum, sum, moment, minimum (``None`` unless asked for) and count of every row, ``[B, H, Lq]``."""
-    return _stats(q, k, geometry, Masks(mask, key_lengths, cu_q, cu_k), with_min, None, False, config)[0]
+    return _stats(q, k, geometry, Masks.of(mask, key_lengths, cu_q, cu_k), with_min, None, False, config)[0]
 
 
 def row_stats_and_scaled_query(
@@ -74,7 +75,7 @@ def row_stats_and_scaled_query(
     config: Config | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, None, Tensor], Tensor, Tensor | None]:
     """The statistics, beta of a lowered policy (float32), and ``beta * q`` in the type of ``q``, from one kernel."""
-    masks = Masks(mask, key_lengths, cu_q, cu_k)
+    masks = Masks.of(mask, key_lengths, cu_q, cu_k)
     stats, beta, scaled = _stats(q, k, geometry, masks, False, lowered, scaled_query, config)
     assert beta is not None
     return stats, beta, scaled
@@ -101,7 +102,7 @@ def attend(
     ``beta`` is ``[B, H, Lq]``, finite and not negative; ``row_max`` are the maxima of ``z`` that :func:`row_stats`
     gave, if it did: with them, the kernel for Hopper may be taken.
     """
-    masks = Masks(mask, key_lengths, cu_q, cu_k)
+    masks = Masks.of(mask, key_lengths, cu_q, cu_k)
     forms = (form_of(q), form_of(k), form_of(v))
     run = _attend_launch(*forms, geometry, masks.form, float(dropout_p), row_max is not None, config)
     rows, packed = q.shape[:-1], cu_q is not None
@@ -151,7 +152,7 @@ def _stats_launch(
     refused = hopper.refusal(q, k, shared, with_min, policy["LOG_COUNT"])
     if _on_hopper("statistics", refused, q, shared["RIGHT"], hopper.ROWS, config):
         return hopper.stats_launch(q, k, shared, policy, scaled_query)
-    tiles = _tiles("stats", q.shape[-1], q, geometry, masks, config)
+    tiles = config if isinstance(config, Tiles) else usual_tiles("stats", q.shape[-1], q, geometry, masks)
     return tiled(
         stats_kernel,
         programs_of(shared, tiles.rows, by_key=False),
@@ -163,14 +164,6 @@ def _stats_launch(
         SCALED_QUERY=scaled_query,
         EDGES=shared["k_len"] % tiles.keys != 0 or has_edges(shared),
     )
-
-
-def _tiles(
-    kernel: Kernel, width: int, q: Form, geometry: Geometry, masks: MaskForm, config: Config | None
-) -> Tiles:  # fmt: skip
-    if isinstance(config, Tiles):
-        return config
-    return tiles_for(kernel, width, q.dtype, q.device, banded=geometry.banded, masked=masks.mask is not None)
 
 
 def _on_hopper(what: str, refused: str, q: Form, causal: bool, rows: int, config: Config | None) -> bool:
@@ -191,7 +184,8 @@ def _attend_launch(
     refused = hopper.attend_refusal(q, k, v, shared, dropout_p) if with_max else "calls with the maxima of rows"
     if _on_hopper("attention", refused, q, shared["RIGHT"], hopper.ATTEND_ROWS, config):
         return hopper.attend_launch(q, k, shared)
-    tiles = _tiles("attend", max(q.shape[-1], v.shape[-1]), q, geometry, masks, config)
+    width = max(q.shape[-1], v.shape[-1])
+    tiles = config if isinstance(config, Tiles) else usual_tiles("attend", width, q, geometry, masks)
     return tiled(
         attend_kernel,
         programs_of(shared, tiles.rows, by_key=False),

@@ -51,10 +51,9 @@ def _fold(raw, visible, unit, highest, total, moment, MASKED: tl.constexpr, ROUN
 @triton.jit
 def _least(raw, visible, unit, MASKED: tl.constexpr):
     """The least logit of every row of a block."""
-    scaled = raw * unit
     if MASKED:
-        scaled = tl.where(visible, scaled, float("inf"))
-    return tl.min(scaled, 1)
+        raw = tl.where(visible, raw, float("inf"))
+    return tl.min(raw, 1) * unit
 
 
 @triton.jit(do_not_specialize=["documents", "steps"])

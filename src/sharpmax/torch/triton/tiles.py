@@ -44,7 +44,7 @@ LARGE_BANDED: dict[tuple[Kernel, int], Tiles] = {
     ("attend", 64): Tiles(64, 64, 4, 3, True),
     ("attend", 128): Tiles(64, 64, 4, 3, True),
 }
-# In place of LARGE under a mask, whose entries take registers.
+# In place of LARGE under a mask, whose entries take registers, and shared memory as the kernels wait for them.
 LARGE_MASKED: dict[tuple[Kernel, int], Tiles] = {
     ("stats", 64): Tiles(64, 64, 4, 3, True),
     ("stats", 128): Tiles(64, 64, 4, 3, True),
@@ -54,6 +54,8 @@ LARGE_MASKED: dict[tuple[Kernel, int], Tiles] = {
     ("attend", 256): Tiles(128, 64, 8, 2, True),
     ("key", 128): Tiles(32, 64, 4, 2, True),
 }
+# In place of that where the mask has four bytes for each key.
+LARGE_MASKED_WIDE: dict[tuple[Kernel, int], Tiles] = {("attend", 256): Tiles(64, 64, 4, 2, True)}
 # The same for less shared memory (Ampere, Ada, AMD).
 SMALL: dict[Kernel, dict[int, Tiles]] = {
     "stats": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 4, 2), 256: Tiles(64, 32, 4, 2)},
@@ -78,16 +80,18 @@ def _large_memory(device: torch.device) -> bool:
 
 
 def tiles_for(
-    kernel: Kernel, width: int, dtype: torch.dtype, device: torch.device, *, banded: bool = False, masked: bool = False
+    kernel: Kernel, width: int, dtype: torch.dtype, device: torch.device, *, banded: bool = False, mask_bytes: int = 0
 ) -> Tiles:
     """The tiles of a kernel for heads of ``width`` columns (the wider of query and value).
 
-    ``banded`` says whether queries see a bounded band of keys: causality, or a window.
+    ``banded`` says whether queries see a bounded band of keys: causality, or a window. An entry of the mask has
+    ``mask_bytes``, 0 without one.
     """
     table = FLOAT32 if dtype == torch.float32 else LARGE if _large_memory(device) else SMALL
     own = table[kernel if kernel in table else LIKE[kernel]]
     limit = next(limit for limit in own if width <= limit)
     tiles = own[limit]
-    if table is LARGE and masked:
-        return LARGE_MASKED.get((kernel, limit), tiles)
+    if table is LARGE and mask_bytes:
+        tiles = LARGE_MASKED.get((kernel, limit), tiles)
+        return LARGE_MASKED_WIDE.get((kernel, limit), tiles) if mask_bytes > 2 else tiles
     return LARGE_BANDED.get((kernel, limit), tiles) if banded and table is LARGE else tiles
