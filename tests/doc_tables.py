@@ -497,14 +497,14 @@ def causal_phrases() -> list[str]:
 
 def tiles_phrases() -> list[str]:
     """How far the tiles in use are from the best that sweeps have found: without a mask, and with one."""
-    from sharpmax.torch.triton.tiles import LARGE, LARGE_MASKED, LIKE
+    from sharpmax.torch.triton.tiles import LARGE, LARGE_MASKED
 
     lost: dict[bool, list[float]] = {False: [], True: []}
     for file in ("64", "256", "masks"):
         runs = load(f"benchmarks/results/attention_tiles_{file}_cuda.json")["sweep"]
         for run in runs:
             kernel, width, masked = run["kernel"], run["width"], "mask" in run.get("kind", "")
-            used = LARGE.get(kernel, LARGE[LIKE.get(kernel, kernel)])[width]
+            used = LARGE[kernel][width]
             used = LARGE_MASKED.get((kernel, width), used) if masked else used
             same = ("kernel", "width", "causal", "kind")
             others = [r["ms"] for r in runs if all(r.get(name) == run.get(name) for name in same)]

@@ -64,8 +64,8 @@ GPU_CASES = {torch.bfloat16: CASES[1:-3] + CASES[-1:] + WIDE, torch.float16: CAS
 
 
 INTERPRETED = (
-    "causal", "grouped, from the end", "lengths", "boolean mask", "boolean mask, scale of 0", "causal, scale of 0 in float32",
-    "bias and softcap", "packed",
+    "causal", "grouped, from the end", "lengths", "boolean mask", "boolean mask, scale of 0",
+    "causal, scale of 0 in float32", "bias and softcap", "packed",
 )  # fmt: skip
 """What the interpreter, which is slow, runs unless all is asked for."""
 
