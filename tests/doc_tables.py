@@ -196,6 +196,17 @@ def attention_on_a_cpu() -> str:
     return markdown(["", *(f"{cpu}: {label}" for cpu in CPUS.values() for label in names.values())], lines)
 
 
+def cpu_phrases() -> list[str]:
+    """What docs/attention_performance.md says of masks of numbers on CPUs."""
+    ratios = [
+        case["ratio_to_torch"]["sharpmax"]
+        for file in CPUS
+        for case in load(f"benchmarks/results/{file}.json")["results"]
+        if (case["length"], case["direction"], case["kind"]) == (16384, "forward", "mask of numbers")
+    ]
+    return [f"at 16,384 tokens {ratios[0]:.2f} and {ratios[1]:.2f} times torch's attention forward"]
+
+
 def attention_errors() -> str:
     """Errors against float64 as multiples of the peer's, which is stock attention on what it is given."""
     names = ("output", "dq", "dk", "dv")
@@ -552,6 +563,7 @@ def attention_doc_phrases() -> list[str]:
     return [
         *of_kernels(tiles_phrases),
         *kinds_phrases(),
+        *cpu_phrases(),
         *dead_blocks_phrases(),
         *short_phrases(),
         *decode_phrases(),

@@ -140,6 +140,9 @@ def _versions() -> dict[str, str]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
     return versions
 
 

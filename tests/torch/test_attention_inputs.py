@@ -16,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as stock
 
 import sharpmax
-from sharpmax.torch import Learnable, choice, scaled_dot_product_attention
+from sharpmax.torch import Learnable, choice, installed, scaled_dot_product_attention
 from sharpmax.torch.checks import checked
 from tests.torch import oracle
 from tests.torch.attention_cases import MASKS, TOLERANCE, close, compare, inputs, place
@@ -315,7 +315,7 @@ def test_auto_knows_what_triton_does_not_take(
         (8, (3, 4), "values without columns"), (7, (3, 10), "GPUs before Ampere"), (9, (3, 3), old),
     ):  # fmt: skip
         monkeypatch.setattr(choice, "compute_capability", lambda _, found=capability: found)
-        monkeypatch.setattr(choice, "_triton_version", lambda found=triton: found)
+        monkeypatch.setattr(installed, "triton_version", lambda found=triton: found)
         assert choice.triton_refusal(made._replace(q=gpu), None) == words
 
 

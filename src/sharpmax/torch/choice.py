@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 
 from ..core.policies import Detached, Policy, is_hard, lowered
 from .checks import Inputs, differentiated, forward_mode, has_tangent, needs_gradient, transformed
 from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL
+from .installed import HAS_TRITON, triton_is_old
 from .learnable import parameters_of
 
 IMPLEMENTATIONS = ("auto", "reference", "streaming", "triton", "stock")
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-LEAST_TRITON = (3, 4)
-"""The first version of Triton that compiles the kernels."""
 CUDNN_FIRST = (9, 10)
 """The generations of GPUs (Hopper and Blackwell's for data centres) on which cuDNN's attention is torch's fastest."""
 
@@ -111,19 +108,6 @@ def before_ampere(device: torch.device) -> bool:
     return 0 < compute_capability(device) < 8
 
 
-@torch.compiler.assume_constant_result
-def triton_is_old() -> bool:
-    """Whether the Triton that is installed is one that does not compile the kernels."""
-    return _triton_version() < LEAST_TRITON
-
-
-@functools.cache
-def _triton_version() -> tuple[int, ...]:
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])
-
-
 @functools.cache
 def _ask_for_capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.version.hip is None else 0
@@ -132,7 +116,7 @@ def _ask_for_capability(device: torch.device) -> int:
 @torch.compiler.assume_constant_result
 def hopper_processors(device: torch.device) -> int:
     """How many processors a GPU has that the kernels for Hopper are known to run on, 0 for any other device."""
-    if not HAS_TRITON or compute_capability(device) != 9:
+    if not HAS_TRITON or compute_capability(device) != 9 or triton_is_old():
         return 0
     from .triton import hopper
 

@@ -33,9 +33,10 @@ from .checks import (
     readable,
     type_name,
 )
-from .choice import HAS_TRITON, before_ampere, triton_is_old
+from .choice import before_ampere
 from .fused import policy_numbers
 from .geometry import ALL, LARGEST_HEAD, LARGEST_POLYNOMIAL, Geometry, capacity_of, heads_of, visible_counts
+from .installed import HAS_TRITON, triton_is_old
 from .learnable import parameters_of
 
 MOST_QUERIES = 16

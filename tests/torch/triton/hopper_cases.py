@@ -96,7 +96,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, interpreted: list[str]) -> None:
     monkeypatch.setattr(runtime.GluonJITFunction, "__getitem__", launched)
     monkeypatch.setattr(launch, "check_device", lambda *_: None)
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
-    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.triton_version(),))
     monkeypatch.setattr(hopper, "processors", lambda _: PROCESSORS)
 
 

@@ -38,7 +38,7 @@ SMALL = Case("small", batch=2, heads=2, key_heads=1, queries=130, keys=130, geom
 @pytest.fixture
 def taken(hopper_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Any version of Triton is one that the kernels were run with; what their gradient was taken for is noted."""
-    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.triton_version(),))
     monkeypatch.setattr(choice, "triton_refusal", lambda *_: "")
     found: list[torch.Size] = []
     real = fused.kernels().adaptive_backward

@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 
 import triton
 
+from sharpmax.torch.installed import triton_version
 from sharpmax.torch.triton import assembler, hopper
-from sharpmax.torch.triton.launch import Launch, version
+from sharpmax.torch.triton.launch import Launch
 from tests.torch.triton.compiled import LAUNCHES, printed
 from tests.torch.triton.machine_code import read_before_set
 
@@ -82,7 +83,7 @@ NAMES = [
 
 def test_no_register_is_read_before_it_is_set() -> None:
     pytest.importorskip("triton.experimental.gluon._runtime")
-    if version() in ((3, 4), (3, 5), (3, 7)):
+    if triton_version() in ((3, 4), (3, 5), (3, 7)):
         pytest.skip("this Triton has no sound assembler for Hopper")
     _, *kernels = ("\n" + printed(LAUNCHES + KERNELS)).split("\nkernel ")
     assert [code.partition("\n")[0] for code in kernels] == NAMES
@@ -148,7 +149,7 @@ def test_launches_pass_over_the_broken_assembler_for_a_sound_one(
     assert kernel.seen == [expected]
     assert "ptxas" not in vars(tools)
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
-    monkeypatch.setattr(hopper, "RUN_WITH", (version(),))
+    monkeypatch.setattr(hopper, "RUN_WITH", (triton_version(),))
     monkeypatch.setattr(hopper, "processors", lambda _: 132)
     assert hopper.known_processors(torch.device("cuda")) == 132 * sound
 

@@ -20,7 +20,7 @@ from tests.torch.triton.decode_hopper_cases import NARROW, WIDE
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     monkeypatch.setattr(hopper, "processors", lambda _: 132)
-    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.triton_version(),))
 
 
 @pytest.mark.usefixtures("as_on_hopper")
@@ -62,7 +62,7 @@ def test_other_devices_and_versions_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     monkeypatch.setattr(hopper, "RUN_WITH", ())
     assert "versions of Triton" in decode_hopper.refusal(*tensors, None, None, None, -1)
-    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.triton_version(),))
     assert not decode_hopper.refusal(*tensors, None, None, None, -1)
     monkeypatch.setattr(hopper, "is_sound", lambda: False)
     assert "versions of Triton" in decode_hopper.refusal(*tensors, None, None, None, -1)

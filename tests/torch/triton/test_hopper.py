@@ -142,7 +142,7 @@ def test_equal_and_huge_logits(offset: float) -> None:
 @pytest.mark.usefixtures("hopper_kernels")
 def test_attention_takes_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention on inputs that fill the card, forward and backward, against the same with the portable kernel."""
-    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.triton_version(),))
     taken: list[int] = []
     real = hopper.stats_launch
     monkeypatch.setattr(hopper, "stats_launch", lambda *a: (taken.append(1), real(*a))[1])
@@ -243,7 +243,7 @@ def test_it_pays_with_rows_for_all_of_the_card(
 ) -> None:
     monkeypatch.setattr(hopper, "processors", lambda _: 132)
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
-    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.version(),))
+    monkeypatch.setattr(hopper, "RUN_WITH", (hopper.triton_version(),))
     q = Form(shape, (1,) * 4, torch.float16, torch.device("cuda"), True)
     assert hopper.pays(q, causal, hopper.ROWS) is expected
     monkeypatch.setattr(hopper, "RUN_WITH", ())

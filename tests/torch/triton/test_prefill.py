@@ -355,6 +355,41 @@ def test_what_is_no_number_reaches_the_rows_that_see_it_alone(kind: str, device:
         assert torch.equal(values.isnan(), sees)
 
 
+@pytest.mark.parametrize("device", [DEVICE])
+@pytest.mark.parametrize("kind", ["boolean", "bias"])
+def test_a_key_that_is_no_number_and_hidden_from_all_reaches_nothing_but_dq(kind: str, device: str) -> None:
+    case = Case("numbers", mask="boolean", geometry=Geometry(0.25), queries=40, keys=53)
+    given = inputs(case, torch.float32, device)
+    visible = given.options["mask"].clone()
+    hidden = [21, 50]  # in a whole block, and in one at the edge
+    visible[..., hidden] = False
+    mask = (
+        visible
+        if kind == "boolean"
+        else torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, -torch.inf)
+    )
+
+    def found(filled: float) -> tuple[Tensor | None, ...]:
+        k = given.k.clone()
+        k[:, :, hidden] = filled
+        q, v, config = given.q, given.v, (SMALL, SMALL)
+        stats = prefill.row_stats(q, k, case.geometry, mask=mask, config=SMALL)
+        beta = torch.full_like(stats[1], 1.5)
+        out, lse = prefill.attend(q, k, v, beta, case.geometry, mask=mask, config=SMALL)
+        both: dict[str, Any] = {
+            "out": out, "lse": lse, "grad_out": given.do, "row_max": stats[0], "mask": mask,
+        }  # fmt: skip
+        dbeta, delta = gradient.beta_gradient(q, k, v, beta, case.geometry, **both, config=SMALL)
+        both |= {"grad_sum": dbeta, "grad_moment": dbeta, "delta": delta, "config": config}
+        _, dk, dv, _ = gradient.backward(q, k, v, beta, case.geometry, **both)
+        return *stats[:3], out, lse, dbeta, dk, dv
+
+    for value, expected in zip(found(torch.nan), found(0.0), strict=True):
+        assert value is not None
+        assert expected is not None
+        assert torch.equal(value, expected)
+
+
 @pytest.mark.parametrize("kernel", get_args(tiles_module.Kernel))
 def test_tiles_under_a_mask_and_of_a_bounded_band(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_module, "_large_memory", lambda _: True)

@@ -98,6 +98,8 @@ def _query_step(
         dz = weights * (d_weights - delta[:, None])
         if NEED_BETA:
             t = tl.fma(raw, unit, -highest[:, None])
+            if MASK != 0:  # a key that is hidden may hold anything
+                t = tl.where(visible, t, 0.0)
             d_beta += tl.sum(dz * t, 1)
             excess += tl.sum(dz, 1)
             mean += tl.sum(weights * t, 1)

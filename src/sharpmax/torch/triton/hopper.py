@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..geometry import ALL, LEAST_SCALE, Geometry
+from ..installed import triton_version
 from .assembler import is_sound
-from .launch import FORMS, OPTIONS, Form, Launch, Making, form_of, version
+from .launch import FORMS, OPTIONS, Form, Launch, Making, form_of
 
 LINES = 64
 """Rows of queries, or, for their gradients, of keys, that one warpgroup works on at a time."""
@@ -103,7 +104,7 @@ def fills(shape: Sequence[int], rows: int, causal: bool, count: int) -> bool:
 
 def known_processors(device: torch.device) -> int:
     """How many processors a GPU has that the kernels are known to run on, 0 for any other device."""
-    known = is_hopper(device) and version() in RUN_WITH and is_sound()
+    known = is_hopper(device) and triton_version() in RUN_WITH and is_sound()
     return processors(device) if known else 0
 
 

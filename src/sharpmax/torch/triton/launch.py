@@ -39,12 +39,6 @@ ALIGNMENT = 16
 """Bytes at whose multiples a tensor should begin: compiled kernels differ by that, and descriptors need it."""
 
 
-@functools.cache
-def version() -> tuple[int, ...]:
-    """Of Triton: major and minor."""
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])
-
-
 class Form(NamedTuple):
     """What a launch depends on of a tensor, beside the place where it lies."""
 
