@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,8 +100,12 @@ def test_a_gpu_of_an_imported_framework_is_named(monkeypatch):
         device_count = staticmethod(lambda: 2)
         get_device_name = staticmethod(lambda i: f"GPU {i}")
 
-    monkeypatch.setitem(sys.modules, "torch", type("torch", (), {"cuda": Cuda}))
-    assert provenance()["device"]["gpus"] == ["GPU 0", "GPU 1"]
+    version, backends = SimpleNamespace(cuda="13.0"), SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 91900))
+    named = SimpleNamespace(cuda=Cuda, version=version, backends=backends)
+    monkeypatch.setitem(sys.modules, "torch", named)
+    made = provenance()
+    assert made["device"]["gpus"] == ["GPU 0", "GPU 1"]
+    assert (made["versions"]["cuda"], made["versions"]["cudnn"]) == ("13.0", "91900")
 
 
 def test_a_broken_driver_does_not_cost_the_result(monkeypatch):

@@ -140,10 +140,18 @@ def _versions() -> dict[str, str]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    return versions | _cuda_versions()
+
+
+def _cuda_versions() -> dict[str, str]:
+    """What torch runs with on a GPU."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-    return versions
+    try:
+        if torch is not None and torch.cuda.is_available():
+            return {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    except Exception:  # A broken driver must not cost a finished result.
+        pass
+    return {}
 
 
 def _git() -> dict[str, Any] | None:

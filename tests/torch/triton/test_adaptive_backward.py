@@ -216,5 +216,5 @@ def test_other_devices_and_versions_are_not_taken(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
     monkeypatch.setattr(hopper, "processors", lambda _: 3)
     for version, expected in (((3, 6), 3), ((3, 5), 0)):
-        monkeypatch.setattr(hopper, "version", lambda version=version: version)
+        monkeypatch.setattr(hopper, "triton_version", lambda version=version: version)
         assert choice.hopper_processors(torch.device("cpu")) == expected
