@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from sharpmax.core.stats import RowStats
 from sharpmax.torch.geometry import Geometry
 from sharpmax.torch.triton import Tiles, gradient, prefill
 from sharpmax.torch.triton import launch as launch_module
-from sharpmax.torch.triton import tiles as tiles_module
 from sharpmax.torch.triton.blocks import kept
 from tests.torch.triton.oracle import POLICY, Case, Inputs, attention, inputs, logits, stats
 
@@ -331,79 +330,6 @@ def test_gradient_of_the_scaled_query_is_that_of_its_steps(device: str) -> None:
         )  # fmt: skip
         assert_close(found[0], dq.double() + beta[..., None].double() * given.do.double(), 1e-5, "dq")
         assert_close(found[1], dk.double(), 1e-5, "dk")
-
-
-@pytest.mark.parametrize("device", [DEVICE])
-@pytest.mark.parametrize("kind", ["boolean", "bias"])
-def test_what_is_no_number_reaches_the_rows_that_see_it_alone(kind: str, device: str) -> None:
-    case = Case("numbers", mask="boolean", geometry=Geometry(0.25), queries=40, keys=48)  # whole blocks of keys
-    given = inputs(case, torch.float32, device)
-    visible = given.options["mask"]
-    mask = (
-        visible
-        if kind == "boolean"
-        else torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, -torch.inf)
-    )
-    k = given.k.clone()
-    k[:, :, 21] = torch.nan
-    sees = visible[..., 21].expand(given.q.shape[:-1])
-    assert sees.any()
-    assert not sees.all()
-    stats = prefill.row_stats(given.q, k, case.geometry, mask=mask, with_min=True, config=SMALL)
-    out, lse = prefill.attend(given.q, k, given.v, torch.ones_like(stats[1]), case.geometry, mask=mask, config=SMALL)
-    for values in (stats[1], stats[2], lse, out.sum(-1)):
-        assert torch.equal(values.isnan(), sees)
-
-
-@pytest.mark.parametrize("device", [DEVICE])
-@pytest.mark.parametrize("kind", ["boolean", "bias"])
-def test_a_key_that_is_no_number_and_hidden_from_all_reaches_nothing_but_dq(kind: str, device: str) -> None:
-    case = Case("numbers", mask="boolean", geometry=Geometry(0.25), queries=40, keys=53)
-    given = inputs(case, torch.float32, device)
-    visible = given.options["mask"].clone()
-    hidden = [21, 50]  # in a whole block, and in one at the edge
-    visible[..., hidden] = False
-    mask = (
-        visible
-        if kind == "boolean"
-        else torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, -torch.inf)
-    )
-
-    def found(filled: float) -> tuple[Tensor | None, ...]:
-        k = given.k.clone()
-        k[:, :, hidden] = filled
-        q, v, config = given.q, given.v, (SMALL, SMALL)
-        stats = prefill.row_stats(q, k, case.geometry, mask=mask, config=SMALL)
-        beta = torch.full_like(stats[1], 1.5)
-        out, lse = prefill.attend(q, k, v, beta, case.geometry, mask=mask, config=SMALL)
-        both: dict[str, Any] = {
-            "out": out, "lse": lse, "grad_out": given.do, "row_max": stats[0], "mask": mask,
-        }  # fmt: skip
-        dbeta, delta = gradient.beta_gradient(q, k, v, beta, case.geometry, **both, config=SMALL)
-        both |= {"grad_sum": dbeta, "grad_moment": dbeta, "delta": delta, "config": config}
-        _, dk, dv, _ = gradient.backward(q, k, v, beta, case.geometry, **both)
-        return *stats[:3], out, lse, dbeta, dk, dv
-
-    for value, expected in zip(found(torch.nan), found(0.0), strict=True):
-        assert value is not None
-        assert expected is not None
-        assert torch.equal(value, expected)
-
-
-@pytest.mark.parametrize("kernel", get_args(tiles_module.Kernel))
-def test_tiles_under_a_mask_and_of_a_bounded_band(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles_module, "_large_memory", lambda _: True)
-    for width in (16, 64, 65, 128, 129, 256):
-
-        def found(band: bool, mask_bytes: int, width: int = width) -> Any:
-            device = torch.device("cpu")
-            return tiles_module.tiles_for(kernel, width, torch.bfloat16, device, banded=band, mask_bytes=mask_bytes)
-
-        limit = 64 if width <= 64 else 128 if width <= 128 else 256
-        assert (found(False, 0) != found(True, 0)) == ((kernel, limit) in tiles_module.LARGE_BANDED)
-        assert (found(False, 0) != found(False, 1)) == ((kernel, limit) in tiles_module.LARGE_MASKED)
-        assert (found(False, 2) != found(False, 4)) == ((kernel, limit) in tiles_module.LARGE_MASKED_WIDE)
-        assert all(found(True, size) == found(False, size) for size in (1, 2, 4))
 
 
 @pytest.mark.parametrize("device", [DEVICE])
